@@ -1,0 +1,248 @@
+"""Settings: frozen dataclasses, read once from flags and `PAGEFERRY_*` variables.
+
+Precedence: flag, then environment, then default. A flag or a `PAGEFERRY_*` variable that no service
+knows is an error (exit code 2), because a misspelt setting is otherwise silently a default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, NoReturn, TypeVar
+
+ENV_PREFIX = "PAGEFERRY_"
+
+S = TypeVar("S")
+
+
+def setting(default: Any, help: str, *, choices: tuple[str, ...] | None = None) -> Any:
+    """A dataclass field with its help text; units belong into the text and the name."""
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+class SettingsError(ValueError):
+    """A setting has an unknown name or an impossible value."""
+
+
+@dataclass(frozen=True)
+class CommonSettings:
+    redis_url: str = setting(
+        "redis://127.0.0.1:6379/0",
+        "Redis or Valkey server that carries requests, tokens and the registry "
+        "(redis://, rediss://, unix://). Plain REDIS_URL is read too.",
+    )
+    model: str = setting(
+        "",
+        "Model: a directory with config.json and safetensors, a .gguf file, a hub id, or empty for "
+        "the demo model. Gateways read only the tokenizer and configuration from it.",
+    )
+    served_model_name: str = setting(
+        "", "Model id that clients use. Default: the last part of the model's name."
+    )
+    lease_s: float = setting(
+        3.0, "Seconds without a heartbeat after which a process counts as dead (0.5 to 60)."
+    )
+    log_level: str = setting(
+        "info", "Least severe log level shown.", choices=("debug", "info", "warning", "error")
+    )
+
+
+@dataclass(frozen=True)
+class GatewaySettings(CommonSettings):
+    host: str = setting("127.0.0.1", "Address that the HTTP server binds to.")
+    port: int = setting(8000, "TCP port of the HTTP server (0 picks a free one).")
+    max_body_mib: float = setting(8.0, "Largest accepted HTTP body, MiB; larger ones get 413.")
+    max_queued_requests: int = setting(
+        512, "Sequences waiting for their first token above which new calls get 429."
+    )
+    request_timeout_s: float = setting(
+        600.0, "Seconds after which an unfinished request ends with an error and is cancelled."
+    )
+    keepalive_s: float = setting(
+        10.0, "Seconds of silence after which a streaming client gets an SSE comment."
+    )
+    slow_client_s: float = setting(
+        30.0, "Seconds for which a streaming client may refuse data before it is cut off."
+    )
+    local_prefill_tokens: int = setting(
+        0,
+        "Prompts of at most this many tokens skip the prefill workers and are prefilled by the "
+        "decode worker itself. With no live prefill worker every prompt takes that way.",
+    )
+    max_n: int = setting(16, "Largest accepted n (choices per prompt).")
+    max_prompts: int = setting(64, "Largest accepted number of prompts in one call.")
+    drain_s: float = setting(25.0, "Seconds that SIGTERM gives running streams to finish.")
+
+
+@dataclass(frozen=True)
+class WorkerSettings(CommonSettings):
+    name: str = setting("", "Worker name; the id is this plus a suffix unique per start.")
+    device: str = setting("auto", 'Compute device: "auto", "cpu", "cuda" or "cuda:N".')
+    dtype: str = setting(
+        "auto",
+        "Weights and KV data type; auto is bfloat16 where the hardware has it, else float32.",
+        choices=("auto", "bfloat16", "float16", "float32"),
+    )
+    cores: str = setting(
+        "",
+        'CPU cores to pin this worker to, e.g. "0", "0-3" or "0,2"; default: all allowed cores. '
+        "The number of compute threads is the number of cores.",
+    )
+    page_size: int = setting(16, "Token slots per KV page; equal on all workers (8 to 128).")
+    kv_memory_mib: int = setting(
+        0,
+        "KV pool size, MiB. 0 chooses: on a GPU what is left of --gpu-memory-fraction after the "
+        "weights, on a CPU a tenth of the available memory, at most 1024.",
+    )
+    num_pages: int = setting(0, "KV pool size in pages; overrides --kv-memory-mib when not 0.")
+    gpu_memory_fraction: float = setting(
+        0.9, "Share of a GPU's memory that this worker may use (0 to 1)."
+    )
+    max_model_len: int = setting(
+        0, "Longest sequence, prompt and output, tokens. 0: the model's own limit."
+    )
+    max_num_batched_tokens: int = setting(
+        512, "Tokens computed in one step at the most; long prompts are cut into such chunks."
+    )
+    max_num_seqs: int = setting(64, "Sequences in one step at the most.")
+    prefix_cache: bool = setting(True, "Keep pages of finished prompts for reuse.")
+    transport: str = setting(
+        "auto",
+        "How pages travel: shm (one host, CPU), tcp; auto takes shm where both ends share a host. "
+        "A transport named here that cannot be had is an error, not a fallback.",
+        choices=("auto", "shm", "tcp"),
+    )
+    cluster_key: str = setting(
+        "",
+        "Secret that workers prove to each other on connecting; empty is accepted only if all "
+        "workers have none.",
+    )
+    drain_s: float = setting(25.0, "Seconds that SIGTERM gives running work to finish.")
+
+
+@dataclass(frozen=True)
+class PrefillSettings(WorkerSettings):
+    max_inflight_handoffs: int = setting(16, "Requests claimed and not yet handed over, at most.")
+    handoff_timeout_s: float = setting(
+        30.0, "Seconds without an answer from a decode worker after which a handoff is given up."
+    )
+
+
+@dataclass(frozen=True)
+class DecodeSettings(WorkerSettings):
+    bind: str = setting(
+        "127.0.0.1", "Address on which page transfers are accepted; 0.0.0.0 in containers."
+    )
+    advertise: str = setting(
+        "",
+        "Host name or address that prefill workers should dial. Default: --bind, or this "
+        "host's name when bound to 0.0.0.0.",
+    )
+    handoff_port: int = setting(0, "TCP port for page transfers (0 picks a free one).")
+    handoff_timeout_s: float = setting(
+        30.0, "Seconds without progress after which a reserved handoff is given up."
+    )
+    watermark_pages: int = setting(
+        2, "Pages kept free when admitting, so that running sequences can grow."
+    )
+
+
+def _parse_value(name: str, annotation: Any, text: str, choices: tuple[str, ...] | None) -> Any:
+    try:
+        if annotation is bool:
+            lowered = text.strip().lower()
+            if lowered in ("1", "true", "yes", "on"):
+                return True
+            if lowered in ("0", "false", "no", "off"):
+                return False
+            raise ValueError("expected true or false")
+        value = annotation(text)
+    except ValueError as error:
+        raise SettingsError(f"{name}={text!r}: expected {annotation.__name__}") from error
+    if choices and value not in choices:
+        raise SettingsError(f"{name}={text!r}: expected one of {', '.join(choices)}")
+    return value
+
+
+def env_name(setting_name: str) -> str:
+    return ENV_PREFIX + setting_name.upper()
+
+
+def known_env_names(extra: Sequence[type] = ()) -> set[str]:
+    """Every `PAGEFERRY_*` variable that some service reads."""
+    classes = (GatewaySettings, PrefillSettings, DecodeSettings, *extra)
+    return {env_name(f.name) for c in classes for f in fields(c)}
+
+
+def _default(f: Field[Any]) -> Any:
+    assert f.default is not MISSING, f"setting {f.name} needs a default"
+    return f.default
+
+
+def from_args(
+    cls: type[S],
+    prog: str,
+    description: str,
+    argv: Sequence[str] | None = None,
+    env: Mapping[str, str] | None = None,
+) -> S:
+    """Build `cls` from flags and environment; on a mistake print one sentence and exit with 2."""
+    env = os.environ if env is None else env
+    argv = sys.argv[1:] if argv is None else argv
+
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            self.exit(2, f"{prog}: {message} (see {prog} --help)\n")
+
+    parser = Parser(
+        prog=prog,
+        description=description,
+        epilog=f"Each setting is also an environment variable: --max-num-seqs is "
+        f"{ENV_PREFIX}MAX_NUM_SEQS. Flags win.",
+        allow_abbrev=False,
+    )
+    hints = typing.get_type_hints(cls)
+    specs = fields(cls)  # type: ignore[arg-type]
+    for f in specs:
+        shown = _default(f)
+        shown = "none" if shown == "" else shown
+        parser.add_argument(
+            "--" + f.name.replace("_", "-"),
+            metavar=hints[f.name].__name__.upper(),
+            help=f"{f.metadata['help']} [default: {shown}]".replace("%", "%%"),
+        )
+    flags = vars(parser.parse_args(list(argv)))
+    try:
+        check_env(env, (cls,))
+        values = {}
+        for f in specs:
+            text = flags[f.name]
+            shown_name = "--" + f.name.replace("_", "-")
+            if text is None and (text := env.get(env_name(f.name))) is not None:
+                shown_name = env_name(f.name)
+            if text is None and f.name == "redis_url" and env.get("REDIS_URL"):
+                text, shown_name = env["REDIS_URL"], "REDIS_URL"
+            if text is None:
+                values[f.name] = _default(f)
+            else:
+                values[f.name] = _parse_value(
+                    shown_name, hints[f.name], text, f.metadata["choices"]
+                )
+        return cls(**values)
+    except SettingsError as error:
+        parser.error(str(error))
+
+
+def check_env(env: Mapping[str, str], extra: Sequence[type] = ()) -> None:
+    """`SettingsError` when a `PAGEFERRY_*` variable is one that no service knows."""
+    known = known_env_names(extra)
+    for name in env:
+        if name.startswith(ENV_PREFIX) and name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise SettingsError(f"unknown environment variable {name}{hint}")
