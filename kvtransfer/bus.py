@@ -8,6 +8,8 @@ better. Only a connection that broke before is opened again.
 
 from __future__ import annotations
 
+from typing import Any, TypeAlias
+
 import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -17,6 +19,10 @@ from redis.exceptions import RedisError, ResponseError
 from pageferry.kvtransfer.keys import PREFILL_GROUP, Keys
 from pageferry.kvtransfer.wire import WireError, WorkerRecord
 
+Client: TypeAlias = Any
+"""A `redis.asyncio.Redis`. Untyped on purpose: redis-py's own annotations are unions over sync and
+async, bytes and str, which no caller can use without casting every reply."""
+
 CONNECT_TIMEOUT_S = 3.0
 REPLY_MARGIN_S = 5.0
 """How long a reply may take beyond the time that the command itself may block."""
@@ -25,7 +31,7 @@ TRANSIENT = (RedisError, OSError, TimeoutError)
 """What a client may see while the server restarts, is cut off or is full: wait and try again."""
 
 
-def connect(url: str, *, max_block_s: float = 5.0) -> redis.asyncio.Redis:
+def connect(url: str, *, max_block_s: float = 5.0) -> Client:
     """A client for `url` whose commands may block up to `max_block_s` seconds on the server.
 
     No connection is made before the first command. `ValueError` for a malformed URL.
@@ -41,7 +47,7 @@ def connect(url: str, *, max_block_s: float = 5.0) -> redis.asyncio.Redis:
     )
 
 
-async def ensure_groups(client: redis.asyncio.Redis, keys: Keys) -> None:
+async def ensure_groups(client: Client, keys: Keys) -> None:
     """Create the prefill queues and their consumer group where they do not exist.
 
     The group starts at 0: entries that were queued before it existed are still work to do.
@@ -54,9 +60,7 @@ async def ensure_groups(client: redis.asyncio.Redis, keys: Keys) -> None:
                 raise
 
 
-async def publish_worker(
-    client: redis.asyncio.Redis, keys: Keys, record: WorkerRecord, lease_s: float
-) -> None:
+async def publish_worker(client: Client, keys: Keys, record: WorkerRecord, lease_s: float) -> None:
     """Renew a worker's lease and publish its record; the lease ends by the server's clock."""
     async with client.pipeline(transaction=False) as pipe:
         pipe.set(keys.worker(record.id), record.to_bytes(), px=max(1, int(lease_s * 1000)))
@@ -64,7 +68,7 @@ async def publish_worker(
         await pipe.execute()
 
 
-async def retire_worker(client: redis.asyncio.Redis, keys: Keys, worker_id: str) -> None:
+async def retire_worker(client: Client, keys: Keys, worker_id: str) -> None:
     """Leave the registry now instead of by lapse of the lease."""
     async with client.pipeline(transaction=False) as pipe:
         pipe.delete(keys.worker(worker_id), keys.decode_queue(worker_id))
@@ -72,7 +76,7 @@ async def retire_worker(client: redis.asyncio.Redis, keys: Keys, worker_id: str)
         await pipe.execute()
 
 
-async def list_workers(client: redis.asyncio.Redis, keys: Keys) -> list[WorkerRecord]:
+async def list_workers(client: Client, keys: Keys) -> list[WorkerRecord]:
     """Records of the workers whose lease is running, ordered by id.
 
     Ids without a lease leave the set. A record that cannot be read is left out: its worker speaks

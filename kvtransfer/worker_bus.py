@@ -13,9 +13,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
-import redis.asyncio
-
-from pageferry.kvtransfer.bus import TRANSIENT, connect, publish_worker, retire_worker
+from pageferry.kvtransfer.bus import TRANSIENT, Client, connect, publish_worker, retire_worker
 from pageferry.kvtransfer.keys import FIELD, Keys
 from pageferry.kvtransfer.wire import (
     Cancel,
@@ -29,7 +27,8 @@ from pageferry.kvtransfer.wire import (
 log = logging.getLogger(__name__)
 
 MAX_UNSENT_EVENTS = 200_000
-"""Events kept during an outage; beyond that the oldest go (their gateways see a gap and resubmit)."""
+"""Events kept during an outage; beyond that the oldest go, and their gateways
+see a gap and resubmit."""
 
 MAX_TOKEN_ENTRIES = 100_000
 """Bound of a `tokens:<gateway>` stream whose gateway does not read."""
@@ -71,7 +70,7 @@ class WorkerBus:
 
     def __init__(self, url: str, keys: Keys, lease_s: float, callbacks: BusCallbacks) -> None:
         self.keys = keys
-        self.client: redis.asyncio.Redis = connect(url, max_block_s=BLOCK_S)
+        self.client: Client = connect(url, max_block_s=BLOCK_S)
         self._lease_s = lease_s
         self._callbacks = callbacks
         self._loop = asyncio.get_running_loop()
