@@ -1,0 +1,270 @@
+"""The decode loop, in a thread of its own: take in, schedule, execute, report.
+
+Other threads talk to it through `inbox` only; it talks back through `emit` (events for gateways).
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from pageferry.decode_worker.scheduler import Limits, Scheduler, StepPlan, Work
+from pageferry.decode_worker.sequence import Sequence
+from pageferry.kernels.runner import Chunk, ModelRunner, Sampled, SampleSpec
+from pageferry.kvtransfer.handoff import Intake
+from pageferry.kvtransfer.outcome import token_event
+from pageferry.kvtransfer.pool import PagePool
+from pageferry.kvtransfer.recent_cancels import RecentCancels
+from pageferry.kvtransfer.wire import Cancel, Event, Kind, Request
+
+log = logging.getLogger(__name__)
+
+Emit = Callable[[Iterable[tuple[str, Event]]], None]
+
+IDLE_WAIT_S = 0.5
+MAX_FAILED_STEPS = 3
+"""Steps that may fail one after another before the worker gives up and leaves."""
+
+
+@dataclass(frozen=True)
+class LocalRequest:
+    """Inbox: prefill this one here."""
+
+    request: Request
+
+
+@dataclass(frozen=True)
+class GatewayLost:
+    """Inbox: nobody waits for this gateway's requests any more."""
+
+    gateway: str
+
+
+@dataclass(frozen=True)
+class GiveBack:
+    """Inbox: return every request to its gateway (the end of draining)."""
+
+    code: str
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Inbox: end the thread."""
+
+
+Message = Intake | LocalRequest | Cancel | GatewayLost | GiveBack | Stop
+
+
+class Engine:
+    """Continuous batching over one page pool."""
+
+    def __init__(
+        self, worker_id: str, pool: PagePool, runner: ModelRunner, limits: Limits, emit: Emit
+    ) -> None:
+        self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.scheduler = Scheduler(pool, limits)
+        self.num_generated_tokens = 0
+        self.num_prefilled_tokens = 0
+        self.num_steps = 0
+        self._worker_id = worker_id
+        self._runner = runner
+        self._emit = emit
+        self._stopping = False
+        self._failed_steps = 0
+        self._cancelled = RecentCancels()
+        self._checked_idle = False
+
+    # -- what other threads may read; plain attributes, momentary values
+
+    @property
+    def num_running(self) -> int:
+        return len(self.scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.scheduler.waiting)
+
+    def gateways(self) -> set[str]:
+        sequences = (*self.scheduler.running, *self.scheduler.waiting)
+        return {s.request.gateway for s in sequences}
+
+    # -- the loop
+
+    def run(self) -> None:
+        while not self._stopping:
+            self._take_in()
+            plan = self.scheduler.schedule()
+            self._requeue(plan.preempted, "preempted")
+            if plan.work:
+                self._step(plan)
+            elif not self._stopping and self.inbox.empty():
+                self._idle()
+
+    def _step(self, plan: StepPlan) -> None:
+        try:
+            sampled = self._runner.execute([_chunk(work) for work in plan.work])
+        except torch.AcceleratorError:
+            raise  # the device context is gone: only a new process helps
+        except RuntimeError:  # torch's other errors, out of memory included
+            self._failed(plan)
+            return
+        self._failed_steps = 0
+        self._checked_idle = False
+        self.num_steps += 1
+        self._report(plan.work, sampled)
+
+    def _report(self, work: Seq[Work], sampled: Seq[Sampled | None]) -> None:
+        """Append the new tokens, end the sequences that are done, tell the gateways."""
+        events = []
+        for item, token in zip(work, sampled, strict=True):
+            sequence = item.sequence
+            self.scheduler.advance(item)
+            if not item.samples:
+                self.num_prefilled_tokens += item.num_tokens
+                continue
+            assert token is not None
+            event = token_event(
+                sequence.request,
+                token,
+                sequence.num_output_tokens,
+                self.scheduler.limits.max_model_len,
+                self._worker_id,
+            )
+            events.append((sequence.request.gateway, event))
+            if event.kind is Kind.TOKENS:
+                self.num_generated_tokens += 1
+            if event.kind is Kind.ERROR:
+                self._drop_poisoned(sequence)
+            elif event.finish:
+                self.scheduler.remove(sequence)
+            else:
+                sequence.token_ids.append(token.token_id)
+        self._emit(events)
+
+    def _failed(self, plan: StepPlan) -> None:
+        """Nothing of the step counts. Its requests go back; a broken device ends the worker."""
+        log.exception("step with %d sequences failed", len(plan.work))
+        self._failed_steps += 1
+        if self._failed_steps == MAX_FAILED_STEPS:
+            raise RuntimeError(f"{MAX_FAILED_STEPS} steps failed in a row: the worker gives up")
+        victims = [work.sequence for work in plan.work]
+        for sequence in victims:
+            self._drop_poisoned(sequence)
+        self._requeue(victims, "step_failed")
+
+    def _drop_poisoned(self, sequence: Sequence) -> None:
+        """Remove a sequence whose last pages may hold anything: they must not become cache."""
+        sequence.num_computed_tokens = 0
+        self.scheduler.remove(sequence)
+
+    # -- intake
+
+    def _take_in(self) -> None:
+        while not self.inbox.empty():
+            self._handle(self.inbox.get())
+
+    def _idle(self) -> None:
+        try:
+            self._handle(self.inbox.get(timeout=IDLE_WAIT_S))
+        except queue.Empty:
+            if not self._checked_idle:
+                self.scheduler.pool.check_integrity()
+                self._checked_idle = True
+
+    def _handle(self, message: Message) -> None:
+        match message:
+            case Intake():
+                self._sealed(message)
+            case LocalRequest(request):
+                if self._is_news(request):
+                    self.scheduler.add_local(Sequence(request, list(request.token_ids)))
+            case Cancel(request_id, epoch):
+                self._cancelled.add(message)
+                sequence = self.scheduler.find(request_id)
+                if sequence and sequence.request.epoch <= epoch:
+                    self.scheduler.remove(sequence)
+            case GatewayLost(gateway):
+                for sequence in self._all():
+                    if sequence.request.gateway == gateway:
+                        self.scheduler.remove(sequence)
+            case GiveBack(code):
+                sequences = self._all()
+                for sequence in sequences:
+                    self.scheduler.remove(sequence)
+                self._requeue(sequences, code)
+            case Stop():
+                self._stopping = True
+
+    def _sealed(self, intake: Intake) -> None:
+        request = intake.request
+        sequence = Sequence(
+            request,
+            [*request.token_ids, *intake.first_token.token_ids],
+            page_ids=list(intake.page_ids),
+            num_computed_tokens=len(request.token_ids),
+        )
+        if self._is_news(request):
+            self.scheduler.add_sealed(sequence)
+        else:
+            self.scheduler.remove(sequence)
+
+    def _is_news(self, request: Request) -> bool:
+        """Whether to take the request: a higher epoch replaces what is here, others are late."""
+        if self._cancelled.covers(request):
+            return False
+        present = self.scheduler.find(request.request_id)
+        if present is None:
+            return True
+        if present.request.epoch >= request.epoch:
+            return False
+        self.scheduler.remove(present)
+        return True
+
+    def _all(self) -> list[Sequence]:
+        return [*self.scheduler.running, *self.scheduler.waiting]
+
+    def _requeue(self, sequences: Iterable[Sequence], code: str) -> None:
+        self._emit(
+            [
+                (
+                    s.request.gateway,
+                    Event(s.request_id, s.request.epoch, Kind.REQUEUE, self._worker_id, code=code),
+                )
+                for s in sequences
+            ]
+        )
+
+
+def _chunk(work: Work) -> Chunk:
+    sequence, start = work.sequence, work.sequence.num_computed_tokens
+    spec = None
+    if work.samples:
+        request = sequence.request
+        spec = SampleSpec(request.sampling, sequence.token_ids, request.prompt_len)
+    return Chunk(
+        token_ids=sequence.token_ids[start : start + work.num_tokens],
+        start=start,
+        block_table=sequence.page_ids,
+        sample=spec,
+    )
+
+
+def start_thread(engine: Engine, failed: Callable[[BaseException], None]) -> threading.Thread:
+    """Run the loop in a daemon thread; `failed` hears of the exception that ended it."""
+
+    def body() -> None:
+        try:
+            engine.run()
+        except BaseException as error:
+            log.exception("engine ended")
+            failed(error)
+
+    thread = threading.Thread(target=body, name="engine", daemon=True)
+    thread.start()
+    return thread

@@ -1,0 +1,45 @@
+"""One sequence on a decode worker. State lives here; everything else is derived."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pageferry.kvtransfer.wire import Request
+
+
+@dataclass
+class Sequence:
+    """A request with its pages.
+
+    Life: (sealed handoff | local request) -> waiting -> running -> finished, preempted or dropped.
+    A sealed sequence arrives with all prompt pages filled and its first token sampled.
+    """
+
+    request: Request
+    token_ids: list[int]
+    """Prompt and output so far; only `advance` of the scheduler appends."""
+    page_ids: list[int] = field(default_factory=list)
+    """Pages in order, one reference each. Block tables are append-only."""
+    num_computed_tokens: int = 0
+    """Tokens whose K and V are in the pages."""
+    num_cached_tokens: int = 0
+    """Of those, how many came from the prefix cache."""
+    arrival: int = 0
+    """Order of arrival on this worker, set by the scheduler."""
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.request.prompt_len
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """1 for a decoding sequence, more while its prompt is being prefilled here."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.num_uncomputed_tokens == 1 and self.num_output_tokens > 0

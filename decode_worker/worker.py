@@ -1,0 +1,185 @@
+"""A decode worker: takes sequences in over the handoff protocol, decodes them, emits their tokens.
+
+Threads: the event loop (Redis, signals), the engine (compute), the handoff server's threads (page
+transfer). Requests come in two ways:
+
+1. handed over: HandoffServer -> `admit` -> pages filled -> `sealed` -> engine inbox -> running;
+2. local prefill: stream `decode:<worker>` -> engine inbox -> waiting -> running.
+
+Ends: finished, cancelled, preempted (REQUEUE), gateway lost. SIGTERM drains: nothing new is taken,
+running sequences finish within `drain_s`, the rest go back to their gateways, exit 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import signal
+
+from pageferry.decode_worker.engine import (
+    Engine,
+    GatewayLost,
+    GiveBack,
+    LocalRequest,
+    Stop,
+    start_thread,
+)
+from pageferry.decode_worker.scheduler import Limits
+from pageferry.kvtransfer.bus import TRANSIENT
+from pageferry.kvtransfer.handoff import Intake
+from pageferry.kvtransfer.handoff_server import HandoffServer, ServerOptions
+from pageferry.kvtransfer.keys import FIELD
+from pageferry.kvtransfer.settings import DecodeSettings
+from pageferry.kvtransfer.wire import Cancel, Event, Kind, Request, WireError, WorkerRecord, unpack
+from pageferry.kvtransfer.worker_bus import BLOCK_S, BusCallbacks, WorkerBus, forever
+from pageferry.kvtransfer.worker_setup import WorkerParts
+
+log = logging.getLogger(__name__)
+
+
+class DecodeWorker:
+    """Wires bus, handoff server and engine together. `run` is the worker's whole life."""
+
+    def __init__(self, parts: WorkerParts, settings: DecodeSettings) -> None:
+        self._parts = parts
+        self._settings = settings
+        self._state = "ready"
+        self._failure: BaseException | None = None
+        self._stop = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._bus = WorkerBus(
+            settings.redis_url,
+            parts.keys,
+            settings.lease_s,
+            BusCallbacks(self._record, self._cancelled, self._gateways, self._gateway_lost),
+        )
+        limits = Limits(
+            settings.max_num_seqs,
+            settings.max_num_batched_tokens,
+            parts.max_model_len,
+            settings.watermark_pages,
+        )
+        self._engine = Engine(parts.worker_id, parts.pool, parts.runner, limits, self._bus.emit)
+        transports = ("shm", "tcp") if settings.transport == "auto" else (settings.transport,)
+        self._server = HandoffServer(
+            parts.identity,
+            parts.pool,
+            parts.memory,
+            self,
+            ServerOptions(
+                bind=settings.bind,
+                port=settings.handoff_port,
+                advertise=settings.advertise,
+                transports=transports,
+                timeout_s=settings.handoff_timeout_s,
+            ),
+        )
+
+    async def run(self) -> None:
+        """Serve until SIGTERM or SIGINT, then drain. Raises what ended the engine, if anything."""
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(signum, self._stop.set)
+        self._server.start()
+        thread = start_thread(self._engine, self._engine_failed)
+        await self._bus.start()
+        intake = asyncio.create_task(forever("local prefill queue", self._take_local))
+        await self._stop.wait()
+        await self._drain()
+        intake.cancel()
+        self._engine.inbox.put(Stop())
+        await asyncio.to_thread(thread.join, 5)
+        await asyncio.to_thread(self._server.close)
+        await self._bus.close(self._parts.worker_id)
+        if self._failure is not None:
+            raise self._failure
+
+    async def _drain(self) -> None:
+        self._state = "draining"
+        log.info("draining: %d sequences left", self._engine.num_running)
+        try:
+            await self._bus.publish()
+        except TRANSIENT as error:
+            log.warning("could not announce draining: %s", error)
+        deadline = self._loop.time() + self._settings.drain_s
+        while self._gateways() and self._failure is None and self._loop.time() < deadline:  # noqa: ASYNC110 - the engine is a thread
+            await asyncio.sleep(0.05)
+        self._engine.inbox.put(GiveBack("draining"))
+
+    def _engine_failed(self, error: BaseException) -> None:
+        self._failure = error
+        self._loop.call_soon_threadsafe(self._stop.set)
+
+    # -- handoff listener (connection threads)
+
+    def admit(self, request: Request, num_pages: int) -> str:
+        if self._state != "ready":
+            return self._state
+        if self._engine.num_running + self._engine.num_waiting >= self._settings.max_num_seqs:
+            return "max_num_seqs reached"
+        ledger = self._parts.pool.ledger()
+        if num_pages > ledger.total:
+            return f"needs {num_pages} pages, the pool has {ledger.total}"
+        busy = ledger.live or ledger.reserved
+        reserve = self._settings.watermark_pages if busy else 0
+        if ledger.available < num_pages + reserve:
+            return f"needs {num_pages} pages, {ledger.available} are available"
+        return ""
+
+    def sealed(self, intake: Intake) -> None:
+        self._engine.inbox.put(intake)
+
+    # -- bus callbacks (event loop)
+
+    def _cancelled(self, cancels: list[Cancel]) -> None:
+        for cancel in cancels:
+            self._server.cancel(cancel.request_id, cancel.epoch)
+            self._engine.inbox.put(cancel)
+
+    def _gateways(self) -> set[str]:
+        return self._engine.gateways()
+
+    def _gateway_lost(self, gateway: str) -> None:
+        self._engine.inbox.put(GatewayLost(gateway))
+
+    def _record(self) -> WorkerRecord:
+        engine, server = self._engine, self._server
+        stats = {
+            **server.stats(),
+            "generation_tokens_total": engine.num_generated_tokens,
+            "prompt_tokens_total": engine.num_prefilled_tokens,
+            "num_preemptions_total": engine.scheduler.num_preemptions,
+            "num_steps_total": engine.num_steps,
+        }
+        return dataclasses.replace(
+            self._parts.record(self._state),
+            addresses=server.addresses,
+            num_running=engine.num_running,
+            num_waiting=engine.num_waiting,
+            refusals=tuple(server.refusals),
+            stats=stats,
+        )
+
+    # -- local prefill
+
+    async def _take_local(self) -> None:
+        queue = self._parts.keys.decode_queue(self._parts.worker_id)
+        reply = await self._bus.client.xread({queue: b"0"}, count=64, block=int(BLOCK_S * 1000))
+        for _, entries in reply or ():
+            for entry_id, fields in entries:
+                self._local_entry(fields)
+                await self._bus.client.xdel(queue, entry_id)
+
+    def _local_entry(self, fields: dict[bytes, bytes]) -> None:
+        try:
+            request = Request.from_dict(unpack(fields[FIELD]))
+        except (WireError, KeyError) as error:
+            log.warning("local prefill entry ignored: %s", error)
+            return
+        worker = self._parts.worker_id
+        if self._state == "ready":
+            event = Event(request.request_id, request.epoch, Kind.OWNED, worker)
+            self._engine.inbox.put(LocalRequest(request))
+        else:
+            event = Event(request.request_id, request.epoch, Kind.REQUEUE, worker, code=self._state)
+        self._bus.emit([(request.gateway, event)])

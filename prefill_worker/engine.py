@@ -1,0 +1,227 @@
+"""The prefill loop, in a thread of its own: take in, schedule, execute, push, report.
+
+While layer i+1 computes, the handoff's sender thread carries layer i's finished pages away.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
+
+import torch
+
+from pageferry.kernels.runner import Chunk, ModelRunner, SampleSpec
+from pageferry.kvtransfer.outcome import token_event
+from pageferry.kvtransfer.pool import PagePool
+from pageferry.kvtransfer.wire import Event
+from pageferry.prefill_worker.job import Job
+from pageferry.prefill_worker.scheduler import Scheduler, Work
+
+log = logging.getLogger(__name__)
+
+IDLE_WAIT_S = 0.5
+MAX_FAILED_STEPS = 3
+"""Steps that may fail one after another before the worker gives up and leaves."""
+
+
+class StepFailed(RuntimeError):
+    """The step that computed this job failed; nothing of it may be used."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+
+
+class Engine:
+    """Computes prompts into pages. `compute` and `withdraw` are its interface, from any thread."""
+
+    def __init__(self, worker_id: str, pool: PagePool, runner: ModelRunner, limits: Limits) -> None:
+        self.scheduler = Scheduler(pool, limits.max_num_batched_tokens, limits.max_num_seqs)
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_steps = 0
+        self._worker_id = worker_id
+        self._runner = runner
+        self._limits = limits
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._results: dict[Job, Future[Event]] = {}
+        self._stopping = False
+        self._failed_steps = 0
+        self._checked_idle = False
+
+    def compute(self, job: Job) -> Future[Event]:
+        """The event of the job's first token; `StepFailed` when its step went wrong."""
+        result: Future[Event] = Future()
+
+        def start() -> None:
+            self._results[job] = result
+            self.scheduler.add(job)
+
+        self._inbox.put(start)
+        return result
+
+    def withdraw(self, job: Job) -> Future[None]:
+        """Done when the engine no longer touches the job's pages."""
+        done: Future[None] = Future()
+
+        def remove() -> None:
+            self.scheduler.remove(job)
+            self._results.pop(job, None)
+            done.set_result(None)
+
+        self._inbox.put(remove)
+        return done
+
+    def stop(self) -> None:
+        def stop() -> None:
+            self._stopping = True
+
+        self._inbox.put(stop)
+
+    # -- the loop
+
+    def run(self) -> None:
+        while not self._stopping:
+            self._take_in()
+            work = self.scheduler.schedule()
+            if work:
+                self._step(work)
+            elif not self._stopping and self._inbox.empty():
+                self._idle()
+
+    def _step(self, work: list[Work]) -> None:
+        for item in work:
+            if item.job.num_pushed_pages == 0 and item.job.num_cached_tokens:
+                self._push_cached(item.job)
+        ready = [(item, self._finished_pages(item)) for item in work]
+
+        def push_layer(layer: int) -> None:
+            for item, (first, end) in ready:
+                if end > first and item.job.handoff is not None:
+                    item.job.handoff.push(layer, first, item.job.page_ids[first:end])
+
+        try:
+            sampled = self._runner.execute([_chunk(item) for item in work], on_layer=push_layer)
+        except torch.AcceleratorError:
+            raise  # the device context is gone: only a new process helps
+        except RuntimeError as error:  # torch's other errors, out of memory included
+            self._failed(work, error)
+            return
+        self._failed_steps = 0
+        self._checked_idle = False
+        self.num_steps += 1
+        for (item, (_, end)), token in zip(ready, sampled, strict=True):
+            self.num_prompt_tokens += item.num_tokens
+            item.job.num_pushed_pages = max(end, item.job.num_pushed_pages)
+            last = item.is_last
+            self.scheduler.advance(item)
+            if last:
+                assert token is not None
+                self._finish(item.job, token)
+
+    def _finish(self, job: Job, token: object) -> None:
+        request = job.request
+        event = token_event(
+            request,
+            token,  # type: ignore[arg-type]
+            request.num_output_tokens,
+            self._limits.max_model_len,
+            self._worker_id,
+        )
+        _resolve(self._results.pop(job, None), event)
+
+    def _push_cached(self, job: Job) -> None:
+        """Send the pages that the prefix cache supplied, as far as the other side lacks them."""
+        self.num_cached_tokens += job.num_cached_tokens
+        assert job.handoff is not None
+        first = job.handoff.skip_pages
+        end = job.num_cached_tokens // self.scheduler.pool.page_size
+        if end > first:
+            push_all_layers(job, first, end, self._runner.num_layers)
+        job.num_pushed_pages = max(first, end)
+
+    def _finished_pages(self, item: Work) -> tuple[int, int]:
+        """Logical pages [first, end) that this chunk completes, or the rest with the last chunk."""
+        page_size = self.scheduler.pool.page_size
+        assert item.job.handoff is not None
+        first = max(item.job.num_pushed_pages, item.job.handoff.skip_pages)
+        end = -(-item.end // page_size) if item.is_last else item.end // page_size
+        return first, max(first, end)
+
+    def _failed(self, work: list[Work], error: RuntimeError) -> None:
+        log.exception("step with %d prompts failed", len(work))
+        self._failed_steps += 1
+        if self._failed_steps == MAX_FAILED_STEPS:
+            raise RuntimeError(f"{MAX_FAILED_STEPS} steps failed in a row: the worker gives up")
+        for item in work:
+            self.scheduler.remove(item.job)
+            # What the failed step left in its pages must not become cache.
+            item.job.num_computed_tokens = 0
+            _resolve(self._results.pop(item.job, None), StepFailed(str(error)))
+
+    def _take_in(self) -> None:
+        while not self._inbox.empty():
+            self._inbox.get()()
+
+    def _idle(self) -> None:
+        try:
+            self._inbox.get(timeout=IDLE_WAIT_S)()
+        except queue.Empty:
+            if not self._checked_idle:
+                self.scheduler.pool.check_integrity()
+                self._checked_idle = True
+
+
+def push_all_layers(job: Job, first: int, end: int, num_layers: int) -> None:
+    """Queue logical pages [first, end) of every layer for sending."""
+    assert job.handoff is not None
+    for layer in range(num_layers):
+        job.handoff.push(layer, first, job.page_ids[first:end])
+
+
+def _chunk(item: Work) -> Chunk:
+    request, start = item.job.request, item.job.num_computed_tokens
+    spec = None
+    if item.is_last:
+        spec = SampleSpec(request.sampling, request.token_ids, request.prompt_len)
+    return Chunk(
+        token_ids=request.token_ids[start : item.end],
+        start=start,
+        block_table=item.job.page_ids,
+        sample=spec,
+    )
+
+
+def _resolve(future: Future[Event] | None, outcome: Event | Exception) -> None:
+    """Set the outcome unless the waiting task was cancelled meanwhile."""
+    if future is None:
+        return
+    try:
+        if isinstance(outcome, Exception):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+    except InvalidStateError:
+        log.debug("result of a cancelled job dropped")
+
+
+def start_thread(engine: Engine, failed: Callable[[BaseException], None]) -> threading.Thread:
+    """Run the loop in a daemon thread; `failed` hears of the exception that ended it."""
+
+    def body() -> None:
+        try:
+            engine.run()
+        except BaseException as error:
+            log.exception("engine ended")
+            failed(error)
+
+    thread = threading.Thread(target=body, name="engine", daemon=True)
+    thread.start()
+    return thread
