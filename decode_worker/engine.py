@@ -242,7 +242,7 @@ class Engine:
 
 
 def _chunk(work: Work) -> Chunk:
-    sequence, start = work.sequence, work.sequence.num_computed_tokens
+    sequence, start = work.sequence, work.start
     spec = None
     if work.samples:
         request = sequence.request

@@ -30,15 +30,16 @@ class Limits:
 
 @dataclass(frozen=True)
 class Work:
-    """One sequence's share of a step: compute `num_tokens` tokens from `num_computed_tokens` on."""
+    """One sequence's share of a step: compute tokens [start, start + num_tokens)."""
 
     sequence: Sequence
+    start: int
     num_tokens: int
 
     @property
     def samples(self) -> bool:
         """Whether the last of these tokens is the sequence's last one: its logits are wanted."""
-        return self.num_tokens == self.sequence.num_uncomputed_tokens
+        return self.start + self.num_tokens == len(self.sequence.token_ids)
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class Scheduler:
             if len(plan.work) == self.limits.max_num_seqs or not budget:
                 break
             if sequence in self.running and self._grow(sequence, plan):
-                plan.work.append(Work(sequence, 1))
+                plan.work.append(_next_work(sequence, 1))
                 budget -= 1
         # A sequence chosen above may have been preempted for a later, older-ranked one.
         plan.work[:] = [w for w in plan.work if w.sequence in self.running]
@@ -112,9 +113,8 @@ class Scheduler:
             if not budget or len(plan.work) == self.limits.max_num_seqs:
                 break
             if not sequence.is_decoding:
-                num_tokens = min(budget, sequence.num_uncomputed_tokens)
-                plan.work.append(Work(sequence, num_tokens))
-                budget -= num_tokens
+                plan.work.append(_next_work(sequence, budget))
+                budget -= plan.work[-1].num_tokens
         return budget
 
     def _admit_waiting(self, plan: StepPlan, budget: int) -> None:
@@ -124,9 +124,8 @@ class Scheduler:
                 break
             self.waiting.popleft()
             self.running.append(sequence)
-            num_tokens = min(budget, sequence.num_uncomputed_tokens)
-            plan.work.append(Work(sequence, num_tokens))
-            budget -= num_tokens
+            plan.work.append(_next_work(sequence, budget))
+            budget -= plan.work[-1].num_tokens
 
     # -- pages
 
@@ -193,3 +192,8 @@ class Scheduler:
     def _number(self, sequence: Sequence) -> None:
         self._arrivals += 1
         sequence.arrival = self._arrivals
+
+
+def _next_work(sequence: Sequence, budget: int) -> Work:
+    num_tokens = min(budget, sequence.num_uncomputed_tokens)
+    return Work(sequence, sequence.num_computed_tokens, num_tokens)

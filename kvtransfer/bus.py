@@ -36,12 +36,13 @@ def connect(url: str, *, max_block_s: float = 5.0) -> Client:
 
     No connection is made before the first command. `ValueError` for a malformed URL.
     """
+    tcp_only = {} if url.startswith("unix://") else {"socket_keepalive": True}
     return redis.asyncio.Redis.from_url(
         url,
         decode_responses=False,
         socket_connect_timeout=CONNECT_TIMEOUT_S,
         socket_timeout=max_block_s + REPLY_MARGIN_S,
-        socket_keepalive=True,
+        **tcp_only,
         health_check_interval=0,
         retry=Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,)),
     )

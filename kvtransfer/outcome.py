@@ -45,7 +45,7 @@ def token_event(
         index + 1 >= request.sampling.max_tokens or request.prompt_len + index + 1 >= max_model_len
     ):
         finish = "length"
-    logprobs = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
     if request.sampling.logprobs >= 0 and sampled.logprob is not None:
         logprobs = (TokenLogprob(sampled.logprob, sampled.top),)
     return Event(

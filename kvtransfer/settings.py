@@ -211,8 +211,11 @@ def from_args(
     for f in specs:
         shown = _default(f)
         shown = "none" if shown == "" else shown
+        is_switch = hints[f.name] is bool  # "--verbose" alone means "--verbose true"
         parser.add_argument(
             "--" + f.name.replace("_", "-"),
+            nargs="?" if is_switch else None,
+            const="true" if is_switch else None,
             metavar=hints[f.name].__name__.upper(),
             help=f"{f.metadata['help']} [default: {shown}]".replace("%", "%%"),
         )

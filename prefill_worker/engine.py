@@ -37,6 +37,7 @@ class Limits:
     max_num_batched_tokens: int
     max_num_seqs: int
     max_model_len: int
+    num_layers: int
 
 
 class Engine:
@@ -120,9 +121,8 @@ class Engine:
         for (item, (_, end)), token in zip(ready, sampled, strict=True):
             self.num_prompt_tokens += item.num_tokens
             item.job.num_pushed_pages = max(end, item.job.num_pushed_pages)
-            last = item.is_last
             self.scheduler.advance(item)
-            if last:
+            if item.is_last:
                 assert token is not None
                 self._finish(item.job, token)
 
@@ -144,7 +144,7 @@ class Engine:
         first = job.handoff.skip_pages
         end = job.num_cached_tokens // self.scheduler.pool.page_size
         if end > first:
-            push_all_layers(job, first, end, self._runner.num_layers)
+            push_all_layers(job, first, end, self._limits.num_layers)
         job.num_pushed_pages = max(first, end)
 
     def _finished_pages(self, item: Work) -> tuple[int, int]:
@@ -187,7 +187,7 @@ def push_all_layers(job: Job, first: int, end: int, num_layers: int) -> None:
 
 
 def _chunk(item: Work) -> Chunk:
-    request, start = item.job.request, item.job.num_computed_tokens
+    request, start = item.job.request, item.start
     spec = None
     if item.is_last:
         spec = SampleSpec(request.sampling, request.token_ids, request.prompt_len)

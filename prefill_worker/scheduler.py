@@ -11,19 +11,20 @@ from pageferry.prefill_worker.job import Job
 
 @dataclass(frozen=True)
 class Work:
-    """Compute `num_tokens` tokens of `job` from its `num_computed_tokens` on."""
+    """One job's share of a step: compute tokens [start, end)."""
 
     job: Job
-    num_tokens: int
+    start: int
+    end: int
 
     @property
-    def end(self) -> int:
-        return self.job.num_computed_tokens + self.num_tokens
+    def num_tokens(self) -> int:
+        return self.end - self.start
 
     @property
     def is_last(self) -> bool:
         """Whether this chunk ends the prompt: its last logits give the first token."""
-        return self.num_tokens == self.job.num_uncomputed_tokens
+        return self.end == self.job.num_tokens
 
 
 class Scheduler:
@@ -55,7 +56,8 @@ class Scheduler:
         budget, work = self._max_tokens, []
         for job in self.running:
             if budget and job.num_uncomputed_tokens:
-                work.append(Work(job, min(budget, job.num_uncomputed_tokens)))
+                start = job.num_computed_tokens
+                work.append(Work(job, start, start + min(budget, job.num_uncomputed_tokens)))
                 budget -= work[-1].num_tokens
         return work
 

@@ -68,7 +68,12 @@ class PrefillWorker:
             settings.lease_s,
             BusCallbacks(self._record, self._cancelled, self._gateways, self._gateway_lost),
         )
-        limits = Limits(settings.max_num_batched_tokens, settings.max_num_seqs, parts.max_model_len)
+        limits = Limits(
+            settings.max_num_batched_tokens,
+            settings.max_num_seqs,
+            parts.max_model_len,
+            parts.memory.layout.num_layers,
+        )
         self._engine = Engine(parts.worker_id, parts.pool, parts.runner, limits)
         self._ferry = Ferry(
             parts.identity,

@@ -1,0 +1,185 @@
+"""The gateway as one object: its parts, its background tasks, its HTTP server, its shutdown.
+
+`start` connects the parts and opens the port. Three tasks then run until the end: the outbox (all
+writes), the token reader, the watcher. `stop` is the way out of SIGTERM:
+
+1. not ready, new calls get 503; running ones go on, up to `drain_s`;
+2. what still runs then ends with an error (an error event where a stream had begun);
+3. the server closes, what the outbox still holds (cancels) is sent, the lease is given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+from aiohttp import web
+
+from pageferry.gateway.admission import Admission
+from pageferry.gateway.calls import Calls, Kitchen
+from pageferry.gateway.dispatch import Dispatcher
+from pageferry.gateway.errors import unavailable
+from pageferry.gateway.fleet import Fleet
+from pageferry.gateway.metrics import GatewayMetrics, LiveGauges
+from pageferry.gateway.operations import Operations
+from pageferry.gateway.outbox import Outbox, RedisHealth
+from pageferry.gateway.text import Tokenizer
+from pageferry.gateway.tokens import BLOCK_S, TokenReader
+from pageferry.gateway.watch import Watcher
+from pageferry.gateway.web_errors import JsonRunner, add_request_id, errors_as_json
+from pageferry.kvtransfer.bus import TRANSIENT, connect
+from pageferry.kvtransfer.keys import Keys
+from pageferry.kvtransfer.settings import GatewaySettings
+
+log = logging.getLogger(__name__)
+
+FAREWELL_S = 2.0
+"""For error events, last cancels and the lease, after the drain time."""
+MAX_THREADS = 4
+
+
+class Gateway:
+    def __init__(self, settings: GatewaySettings, model: str, tokenizer: Tokenizer) -> None:
+        self.settings = settings
+        self.id = f"gw-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self.keys = Keys(model)
+        self.fleet = Fleet()
+        self.health = RedisHealth()
+        self.metrics = GatewayMetrics(model)
+        self.admission = Admission(settings, self.fleet, tokenizer.context_len)
+        self._client = connect(settings.redis_url, max_block_s=BLOCK_S)
+        self._outbox_client = connect(settings.redis_url, max_block_s=BLOCK_S)
+        self._reader_client = connect(settings.redis_url, max_block_s=BLOCK_S)
+        self.outbox = Outbox(self._outbox_client, self.health)
+        self.dispatcher = Dispatcher(self.outbox, self.keys, settings, self.fleet, self.metrics)
+        self.watcher = Watcher(
+            self._client,
+            self.keys,
+            self.id,
+            settings.lease_s,
+            (self.dispatcher, self.fleet, self.metrics, self.health),
+        )
+        self.reader = TokenReader(
+            self._reader_client,
+            self.keys.tokens(self.id),
+            self.dispatcher.on_event,
+            lambda: self.watcher.losses,
+            self.health,
+        )
+        self._threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "tokenise")
+        self._kitchen = Kitchen(
+            settings,
+            model,
+            self.id,
+            tokenizer,
+            self.admission,
+            self.dispatcher,
+            self.metrics,
+            self._threads,
+        )
+        self.metrics.registry.register(
+            LiveGauges(
+                model,
+                self.fleet,
+                lambda: list(self.dispatcher.generations.values()),
+                lambda: self.health.up,
+            )
+        )
+        self._operations = Operations(model, self.fleet, self.health, self.admission, self.metrics)
+        self._runner: JsonRunner | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Gets the exception of a background task that ended: a bug, the process must go."""
+        self.port = 0
+
+    def _application(self) -> web.Application:
+        limit = int(self.settings.max_body_mib * 2**20)
+        app = web.Application(middlewares=[errors_as_json(self.metrics)], client_max_size=limit)
+        app.on_response_prepare.append(add_request_id)
+        calls, operations = Calls(self._kitchen), self._operations
+        app.router.add_post("/v1/completions", calls.completions)
+        app.router.add_post("/v1/chat/completions", calls.chat)
+        app.router.add_get("/v1/models", operations.models)
+        app.router.add_get("/v1/models/{model:.+}", operations.one_model)
+        app.router.add_get("/v1/workers", operations.workers)
+        app.router.add_get("/health", operations.health)
+        app.router.add_get("/ready", operations.ready)
+        app.router.add_get("/metrics", operations.metrics)
+        app.router.add_get("/version", operations.version)
+        return app
+
+    async def start(self) -> None:
+        """Open the port and start the tasks. `OSError` when the address cannot be had.
+
+        A missing Redis is no error: the gateway answers 503 until it is there.
+        """
+        self._runner = JsonRunner(
+            self._application(),
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=FAREWELL_S,
+        )
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self.settings.host, self.settings.port)
+        try:
+            await site.start()
+        except OSError:
+            await self._runner.cleanup()
+            await self._close_clients()
+            raise
+        self.port = self._runner.addresses[0][1]
+        for name, task in (
+            ("outbox", self.outbox.run()),
+            ("tokens", self.reader.run()),
+            ("watcher", self.watcher.run()),
+        ):
+            self._tasks.append(asyncio.create_task(task, name=name))
+            self._tasks[-1].add_done_callback(self._task_ended)
+        log.info("gateway %s listens on http://%s:%d", self.id, self.settings.host, self.port)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and not self.failed.done():
+            error = task.exception() or RuntimeError(f"task {task.get_name()} ended")
+            self.failed.set_exception(error)
+
+    async def stop(self) -> None:
+        """Drain, then close everything. Takes at most `drain_s` and a few seconds."""
+        self.admission.draining = True
+        count = len(self.dispatcher.generations)
+        if count:
+            log.info("draining: %d sequences, at most %g s", count, self.settings.drain_s)
+        patience = 0.0 if self.failed.done() else self.settings.drain_s
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.dispatcher.idle.wait(), patience)
+        error = unavailable("This gateway is shutting down; try again.", "shutting_down", 1)
+        for generation in list(self.dispatcher.generations.values()):
+            self.dispatcher.end(generation, "error", error)
+        if self._runner is not None:
+            await self._runner.cleanup()
+        try:
+            async with asyncio.timeout(FAREWELL_S):
+                await self.outbox.flushed()
+        except TimeoutError:
+            log.warning("Redis did not take the last cancels")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._leave()
+        await self._close_clients()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _leave(self) -> None:
+        try:
+            async with asyncio.timeout(FAREWELL_S):
+                await self._client.delete(self.keys.gateway(self.id), self.keys.tokens(self.id))
+        except TRANSIENT as error:
+            log.warning("the lease was left to lapse: %s", type(error).__name__)
+
+    async def _close_clients(self) -> None:
+        for client in (self._client, self._outbox_client, self._reader_client):
+            await client.aclose()

@@ -1,0 +1,312 @@
+"""POST /v1/completions and /v1/chat/completions: one `Call` from body to last byte.
+
+1. `read`: body within the limit, parsed, tokenised (off the event loop unless tiny).
+2. `admit`: one generation per choice, or a refusal.
+3. `run`: submitted; tokens are turned into pieces as they come.
+4. Answer: SSE, or one JSON body. An error before the first byte is an HTTP error.
+5. Whatever happens, also when the client leaves and this handler is cancelled: every generation is
+   ended, which recalls it from its worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from pageferry.gateway.admission import Admission
+from pageferry.gateway.choices import Choice
+from pageferry.gateway.detokenize import TextStream
+from pageferry.gateway.dispatch import Dispatcher, waiting
+from pageferry.gateway.errors import ApiError, bad_request
+from pageferry.gateway.metrics import GatewayMetrics
+from pageferry.gateway.requests import Generation
+from pageferry.gateway.responses import ChatShape, CompletionShape, Shape, usage_of
+from pageferry.gateway.schema import ChatCall, CompletionCall, parse_chat, parse_completion
+from pageferry.gateway.sse import ClientGone, EventStream
+from pageferry.gateway.text import Tokenizer
+from pageferry.kvtransfer import metric_names as names
+from pageferry.kvtransfer.settings import GatewaySettings
+
+log = logging.getLogger(__name__)
+
+INLINE_BYTES = 2048
+"""Bodies up to this size are parsed and tokenised on the event loop: a thread hop costs more."""
+DEFAULT_MAX_TOKENS = 16
+"""Completions only, as the OpenAI API has it; chats may fill the context."""
+SEED_RANGE = 2**63
+
+
+@dataclass(frozen=True)
+class Kitchen:
+    """What every call works with."""
+
+    settings: GatewaySettings
+    model: str
+    gateway_id: str
+    tokenizer: Tokenizer
+    admission: Admission
+    dispatcher: Dispatcher
+    metrics: GatewayMetrics
+    threads: ThreadPoolExecutor
+
+
+@dataclass(frozen=True)
+class Prepared:
+    call: CompletionCall | ChatCall
+    prompts: list[list[int]]
+    texts: list[str]
+    """For echo: the prompts as text."""
+    param: str
+    """The field that the prompts came from."""
+
+
+def prepare_completion(kitchen: Kitchen, body: bytes) -> Prepared:
+    """Parse and tokenise. Runs on any thread. `ApiError` for everything a client can get wrong."""
+    call = parse_completion(body)
+    check_model(kitchen.model, call.model)
+    kitchen.admission.check_shape(call.n, len(call.prompts))
+    tokenizer = kitchen.tokenizer
+    prompts, texts = [], []
+    for prompt in call.prompts:
+        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise bad_request("The prompt is empty: there is nothing to continue.", "prompt")
+        tokenizer.check_ids(ids)
+        prompts.append(ids)
+        if call.echo:
+            texts.append(prompt if isinstance(prompt, str) else text_of(tokenizer, ids))
+    return Prepared(call, prompts, texts, "prompt")
+
+
+def prepare_chat(kitchen: Kitchen, body: bytes) -> Prepared:
+    """As `prepare_completion`."""
+    call = parse_chat(body)
+    check_model(kitchen.model, call.model)
+    kitchen.admission.check_shape(call.n, 1)
+    ids = kitchen.tokenizer.encode_chat(call.messages, template_kwargs=call.template_kwargs)
+    return Prepared(call, [ids], [], "messages")
+
+
+def text_of(tokenizer: Tokenizer, ids: list[int]) -> str:
+    return b"".join(map(tokenizer.token_bytes, ids)).decode("utf-8", "replace")
+
+
+def check_model(served: str, wanted: str) -> None:
+    if wanted != served:
+        shown = wanted if len(wanted) <= 128 else wanted[:128] + "…"
+        text = f"The model {shown!r} does not exist here; this gateway serves {served!r}."
+        raise ApiError(404, text, "invalid_request_error", "model_not_found", "model")
+
+
+class Calls:
+    """The two handlers."""
+
+    def __init__(self, kitchen: Kitchen) -> None:
+        self._kitchen = kitchen
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._serve(request, prepare_completion, CompletionShape)
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._serve(request, prepare_chat, ChatShape)
+
+    async def _serve(
+        self,
+        request: web.Request,
+        prepare: Callable[[Kitchen, bytes], Prepared],
+        shape_class: type[Shape],
+    ) -> web.StreamResponse:
+        kitchen = self._kitchen
+        arrived = asyncio.get_running_loop().time()
+        try:
+            prepared = await self._read(request, prepare)
+            wake = asyncio.Event()
+            choices = make_choices(kitchen, prepared, arrived, wake)
+            pending = waiting(kitchen.dispatcher.generations.values())
+            kitchen.admission.check_room(len(choices), pending)
+        except ApiError as error:
+            kitchen.metrics.count(names.REQUESTS_REFUSED, 1, str(error.status))
+            raise
+        call = prepared.call
+        shape = shape_class(
+            kitchen.model,
+            kitchen.tokenizer,
+            logprobs=call.logprobs,
+            usage_chunk=call.stream and call.include_usage,
+        )
+        run = Run(kitchen, choices, wake)
+        stream = EventStream(request, kitchen.settings.slow_client_s)
+        outcome, cause = "abort", None
+        try:
+            await kitchen.dispatcher.submit([choice.generation for choice in choices])
+            if call.stream:
+                return await run.stream(stream, shape)
+            await run.complete()
+            return web.json_response(shape.body(choices, usage_of(choices)))
+        except ApiError as error:
+            outcome, cause = "error", error
+            raise
+        except ClientGone as error:
+            log.info("stream %s cut off: %s", shape.id, error)
+            return stream.response
+        finally:
+            for choice in choices:
+                kitchen.dispatcher.end(choice.generation, outcome, cause)
+
+    async def _read(
+        self, request: web.Request, prepare: Callable[[Kitchen, bytes], Prepared]
+    ) -> Prepared:
+        kitchen = self._kitchen
+        kitchen.admission.check_open(waiting(kitchen.dispatcher.generations.values()))
+        kitchen.admission.preparing += 1
+        try:
+            body = await read_body(request, int(kitchen.settings.max_body_mib * 2**20))
+            if len(body) <= INLINE_BYTES:
+                return prepare(kitchen, body)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(kitchen.threads, prepare, kitchen, body)
+        finally:
+            kitchen.admission.preparing -= 1
+
+
+async def read_body(request: web.Request, limit: int) -> bytes:
+    """The body, at most `limit` bytes: what is longer is cut off while it arrives."""
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        text = "Compressed bodies are not accepted; send the JSON as it is."
+        raise ApiError(415, text, "invalid_request_error", "unsupported_encoding")
+    if request.content_length is not None and request.content_length > limit:
+        raise body_too_large(limit)
+    try:
+        return await request.read()
+    except web.HTTPRequestEntityTooLarge:
+        raise body_too_large(limit) from None
+
+
+def body_too_large(limit: int) -> ApiError:
+    text = f"The body is larger than {limit} bytes (see --max-body-mib)."
+    return ApiError(413, text, "invalid_request_error", "body_too_large")
+
+
+def make_choices(
+    kitchen: Kitchen, prepared: Prepared, arrived: float, wake: asyncio.Event
+) -> list[Choice]:
+    """One choice per prompt and n, in that order; `ApiError` when a prompt cannot fit."""
+    call = prepared.call
+    call_id = uuid.uuid4().hex
+    seed = secrets.randbelow(SEED_RANGE) if call.seed is None else call.seed
+    max_tokens = call.max_tokens
+    if max_tokens is None and isinstance(call, CompletionCall):
+        max_tokens = DEFAULT_MAX_TOKENS
+    tokenizer = kitchen.tokenizer
+    choices = []
+    for prompt_index, prompt in enumerate(prepared.prompts):
+        budget = kitchen.admission.output_budget(len(prompt), max_tokens, prepared.param)
+        ids = tuple(prompt)
+        for i in range(call.n):
+            index = prompt_index * call.n + i
+            sampling = call.sampling(
+                tokenizer.eos_token_ids, budget, seed + index, tokenizer.vocab_size
+            )
+            generation = Generation(
+                id=f"{call_id}-{index}",
+                prompt=ids,
+                sampling=sampling,
+                gateway=kitchen.gateway_id,
+                queue_class=call.priority_class,
+                arrived=arrived,
+                deadline=arrived + kitchen.settings.request_timeout_s,
+                wake=wake,
+            )
+            text_stream = TextStream(
+                tokenizer,
+                tuple(call.stop),
+                include_stop=call.include_stop_str_in_output,
+                skip_special_tokens=call.skip_special_tokens,
+                min_tokens=call.min_tokens,
+            )
+            prefix = prepared.texts[prompt_index] if prepared.texts else ""
+            include_stop = call.include_stop_str_in_output
+            choices.append(
+                Choice(index, prompt_index, generation, text_stream, include_stop, prefix)
+            )
+    return choices
+
+
+class Run:
+    """Follows the generations of one call until all have ended."""
+
+    def __init__(self, kitchen: Kitchen, choices: list[Choice], wake: asyncio.Event) -> None:
+        self._kitchen = kitchen
+        self._choices = choices
+        self._open = list(choices)
+        self._wake = wake
+
+    async def complete(self) -> None:
+        """Wait for all choices. `ApiError` when one of them fails."""
+        while self._open:
+            self._take()
+            if self._open:
+                await self._wake.wait()
+
+    async def stream(self, stream: EventStream, shape: Shape) -> web.StreamResponse:
+        """Send pieces as they come. Raises `ApiError` only while an HTTP error is possible."""
+        loop = asyncio.get_running_loop()
+        silence_s = self._kitchen.settings.keepalive_s
+        stream.last_write = loop.time()
+        timer = loop.call_later(silence_s, self._wake.set)
+        try:
+            while self._open:
+                data = self._take(shape)
+                if data and self._open:
+                    await stream.send(data.encode())
+                elif self._open and loop.time() - stream.last_write >= silence_s:
+                    await stream.comment()
+                if self._open:
+                    if loop.time() >= timer.when():
+                        due = stream.last_write + silence_s
+                        timer = loop.call_at(due, self._wake.set)
+                    await self._wake.wait()
+            if shape.usage_chunk:
+                data += shape.usage_event(usage_of(self._choices))
+            return await stream.finish(data.encode())
+        except ApiError as error:
+            if not stream.started:
+                raise
+            self._fail(error)
+            return await stream.fail(error)
+        finally:
+            timer.cancel()
+
+    def _take(self, shape: Shape | None = None) -> str:
+        """Collect what is new in all open choices; as SSE events when streaming."""
+        self._wake.clear()
+        events = []
+        for choice in self._open:
+            generation = choice.generation
+            before = generation.delivered
+            piece = choice.take()
+            gained = generation.delivered - before
+            if gained:
+                self._kitchen.metrics.count(names.GENERATION_TOKENS, gained)
+            if piece is not None:
+                if shape is None:
+                    choice.pieces.append(piece)
+                else:
+                    events.append(shape.chunk(piece))
+            if choice.finish is not None:
+                self._kitchen.dispatcher.end(generation, choice.finish)
+            elif generation.error is not None:
+                raise generation.error
+        self._open = [choice for choice in self._open if choice.finish is None]
+        return "".join(events)
+
+    def _fail(self, error: ApiError) -> None:
+        for choice in self._choices:
+            self._kitchen.dispatcher.end(choice.generation, "error", error)

@@ -1,0 +1,365 @@
+"""Gets generations to workers, keeps them going, takes them back. The only place that resubmits.
+
+    submit ──► queued ──► owned ──► finished        (the way of nearly all requests)
+                  ▲          │
+                  └─ resubmit┘  worker death, REQUEUE, gap, loss: next epoch, tokens so far kept
+
+Before a generation goes out again, all workers are told to drop the earlier epoch, and the entry of
+that epoch leaves its queue. Where it goes: to the shared prefill queues while a prefill worker is
+ready, else straight to the decode worker with the most room. Without any it stays parked until
+there is one or its deadline passes.
+
+Runs on the event loop and never waits for Redis, except in `submit`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from pageferry.gateway.errors import ApiError, unavailable
+from pageferry.gateway.fleet import Fleet
+from pageferry.gateway.metrics import GatewayMetrics
+from pageferry.gateway.outbox import Command, Job, Outbox
+from pageferry.gateway.requests import Entry, Generation, Verdict
+from pageferry.kvtransfer import metric_names as names
+from pageferry.kvtransfer.keys import FIELD, PREFILL_GROUP, Keys
+from pageferry.kvtransfer.settings import GatewaySettings
+from pageferry.kvtransfer.wire import Cancel, Event, Kind, pack, pack_control
+
+log = logging.getLogger(__name__)
+
+SUBMIT_TIMEOUT_S = 1.5
+"""How long a new call waits for Redis before it is refused with 503."""
+MAX_DEATHS = 3
+"""Deaths of workers under one request after which the request is taken to be the cause."""
+MAX_PAUSE_S = 2.0
+MAX_CONTROL_ENTRIES = 10_000
+MAX_DEAD_LETTERS = 1_000
+
+WORKER_ERROR_STATUS = {
+    "out_of_memory": 503,
+    "context_length_exceeded": 400,
+    "draining": 503,
+}
+"""HTTP status by the code of an ERROR event; others are 500."""
+
+
+class Dispatcher:
+    def __init__(
+        self,
+        outbox: Outbox,
+        keys: Keys,
+        settings: GatewaySettings,
+        fleet: Fleet,
+        metrics: GatewayMetrics,
+    ) -> None:
+        self.generations: dict[str, Generation] = {}
+        """Those that have not ended, by id."""
+        self.idle = asyncio.Event()
+        """Set while there are none."""
+        self.idle.set()
+        self._outbox = outbox
+        self._keys = keys
+        self._settings = settings
+        self._fleet = fleet
+        self._metrics = metrics
+        self._loop = asyncio.get_running_loop()
+
+    # --- what handlers call ----------------------------------------------------------------
+
+    async def submit(self, generations: Sequence[Generation]) -> None:
+        """Queue new generations. `ApiError` 503 when Redis or the decode workers are missing."""
+        if not self._fleet.has_decode:
+            raise unavailable(self._fleet.why_not_ready(), "no_decode_worker", 2)
+        results: list[asyncio.Future[None]] = []
+        jobs: list[Job | None] = []
+        taken = False
+        for generation in generations:
+            self.generations[generation.id] = generation
+            self.idle.clear()
+            self._metrics.count(names.REQUESTS_ACCEPTED)
+            if generation.spent:  # Nothing to generate: max_tokens 0 with echo.
+                generation.finish, generation.parked = generation.spent, False
+                generation.wake.set()
+                continue
+            result = self._loop.create_future()
+            results.append(result)
+            jobs.append(self._push(generation, result))
+        try:
+            async with asyncio.timeout(SUBMIT_TIMEOUT_S):
+                await asyncio.gather(*results)
+            taken = True
+        except TimeoutError:
+            raise unavailable("Redis does not answer; try again.", "redis_unavailable", 2) from None
+        finally:
+            for job in jobs:
+                if job is not None:
+                    job.wanted = taken
+
+    def end(self, generation: Generation, outcome: str, error: ApiError | None = None) -> None:
+        """Close a generation for good; if a worker has it, that worker is told. Idempotent."""
+        if generation.done:
+            return
+        if generation.active:
+            self._recall(generation)
+        generation.close(outcome, error)
+        self.generations.pop(generation.id, None)
+        if not self.generations:
+            self.idle.set()
+        now = self._loop.time()
+        self._metrics.ended(generation, now)
+        log_end(generation, now)
+
+    # --- what the token reader and the watcher call ------------------------------------------
+
+    def on_event(self, event: Event) -> None:
+        generation = self.generations.get(event.request_id)
+        if generation is None:
+            return
+        now = self._loop.time()
+        before = len(generation.tokens)
+        verdict = generation.apply(event, now)
+        if event.kind is Kind.TOKENS:
+            gained = len(generation.tokens) - before
+            if gained < len(event.token_ids):
+                self._metrics.count(names.DUPLICATE_TOKENS, len(event.token_ids) - gained)
+            if gained:
+                self._note_tokens(generation, gained, now)
+        if verdict is Verdict.GAP:
+            self.resubmit(generation, "gap")
+        elif verdict is Verdict.REQUEUE:
+            self.resubmit(generation, "requeue")
+        elif verdict is Verdict.ERROR:
+            status = WORKER_ERROR_STATUS.get(event.code, 500)
+            kind = "invalid_request_error" if status == 400 else "server_error"
+            text = event.message or f"A worker gave up on this request ({event.code})."
+            retry_after = 2 if status == 503 else None
+            error = ApiError(status, text, kind, event.code or "request_failed", None, retry_after)
+            self.end(generation, "error", error)
+
+    def _note_tokens(self, generation: Generation, gained: int, now: float) -> None:
+        if generation.last_token is None:
+            generation.first_token = now
+            prompt = len(generation.prompt)
+            self._metrics.observe(names.TIME_TO_FIRST_TOKEN, now - generation.arrived)
+            self._metrics.count(names.PROMPT_TOKENS, prompt)
+            self._metrics.count(names.PREFIX_CACHE_QUERIES, prompt)
+            self._metrics.count(names.PREFIX_CACHE_HITS, min(prompt, generation.cached_tokens))
+        else:
+            gap = (now - generation.last_token) / gained
+            for _ in range(gained):
+                self._metrics.observe(names.INTER_TOKEN_LATENCY, gap)
+        generation.last_token = now
+
+    def on_workers_missing(self, live: set[str], seen_at: float, draining: set[str]) -> None:
+        """Take back what belongs to workers that are not in `live`, as read at `seen_at`.
+
+        What was assigned after `seen_at` is left alone: its worker may be newer than the look.
+        Workers in `draining` left on purpose: that is no death.
+        """
+        for generation in list(self.generations.values()):
+            holder = generation.holder
+            if not generation.active or not holder or holder in live:
+                continue
+            if generation.assigned < seen_at:
+                cause = "requeue" if holder in draining else "worker_death"
+                self.resubmit(generation, cause)
+
+    def on_claim_lost(self, request_id: str, epoch: int) -> None:
+        """A dead worker had claimed this request; its entry has been removed already."""
+        generation = self.generations.get(request_id)
+        if generation is not None and generation.active and generation.epoch == epoch:
+            self.resubmit(generation, "worker_death")
+
+    def on_possible_loss(self) -> None:
+        """Redis may have lost messages (restart, flush) or our lease lapsed: doubt everything."""
+        now = self._loop.time()
+        for generation in self.generations.values():
+            if generation.active and not generation.parked:
+                generation.suspect_since = now
+
+    def tick(self) -> None:
+        """Enforce deadlines; give parked generations another chance; resubmit silent suspects."""
+        now = self._loop.time()
+        silence = 2 * self._settings.lease_s + 1
+        for generation in list(self.generations.values()):
+            if now >= generation.deadline and generation.active:
+                seconds = self._settings.request_timeout_s
+                text = f"The request did not finish within {seconds:g} s and was cancelled."
+                error = ApiError(504, text, "timeout_error", "request_timeout")
+                self.end(generation, "error", error)
+            elif generation.active and now - (generation.suspect_since or now) > silence:
+                self.resubmit(generation, "lost")
+
+    def reroute(self) -> None:
+        """After a look at the registry: move what lies where nobody will fetch it."""
+        stranded = self._fleet.has_decode and not self._fleet.has_prefill
+        for generation in list(self.generations.values()):
+            entry = generation.entry
+            if generation.parked and generation.resubmissions:
+                self._send_again(generation, generation.epoch)
+            elif stranded and entry is not None and not entry.worker and not generation.owner:
+                self.resubmit(generation, "reroute")
+
+    # --- resubmission ------------------------------------------------------------------------
+
+    def resubmit(self, generation: Generation, cause: str) -> None:
+        """Take a generation back from whoever has it and send it out under the next epoch."""
+        if not generation.active:
+            return
+        holder = generation.holder
+        self._recall(generation)
+        generation.next_epoch()
+        self._metrics.count(names.REQUEST_RESUBMISSIONS, 1, cause)
+        log.info(
+            "resubmit id=%s cause=%s worker=%s epoch=%d tokens=%d",
+            generation.id, cause, holder or "-", generation.epoch, len(generation.tokens),
+        )  # fmt: skip
+        if cause == "worker_death":
+            generation.deaths += 1
+            if generation.deaths >= MAX_DEATHS:
+                self._give_up(generation)
+                return
+        if generation.spent:
+            generation.finish = generation.spent
+            generation.parked = False
+            generation.wake.set()
+            return
+        pause = 0.0
+        if generation.fruitless > 1:
+            pause = min(MAX_PAUSE_S, 0.05 * 2**generation.fruitless)
+        epoch = generation.epoch
+        self._loop.call_later(pause, self._send_again, generation, epoch)
+
+    def _send_again(self, generation: Generation, epoch: int) -> None:
+        if generation.active and generation.parked and generation.epoch == epoch:
+            self._push(generation, None)
+
+    def _give_up(self, generation: Generation) -> None:
+        letter = {
+            "request_id": generation.id,
+            "code": "request_failed",
+            "prompt_tokens": len(generation.prompt),
+            "output_tokens": len(generation.tokens),
+            "workers": generation.workers,
+            "gateway": generation.gateway,
+        }
+        add: Command = (
+            "XADD", self._keys.dead, "MAXLEN", "~", MAX_DEAD_LETTERS, "*", FIELD, pack(letter),
+        )  # fmt: skip
+        self._outbox.put(Job([add], keep=True))
+        text = f"{MAX_DEATHS} workers died while they had this request; it is not tried again."
+        self.end(generation, "error", ApiError(500, text, "server_error", "request_failed"))
+
+    def _recall(self, generation: Generation) -> None:
+        """Tell all workers to drop the present epoch, and take its entry out of the queue."""
+        if generation.parked:
+            return
+        cancel = pack_control([Cancel(generation.id, generation.epoch)])
+        commands: list[Command] = [
+            ("XADD", self._keys.control, "MAXLEN", "~", MAX_CONTROL_ENTRIES, "*", FIELD, cancel)
+        ]
+        if generation.entry is not None:
+            commands = [*remove_entry(generation.entry), *commands]
+        self._outbox.put(Job(commands, keep=True))
+
+    # --- queueing ----------------------------------------------------------------------------
+
+    def _push(self, generation: Generation, result: asyncio.Future[None] | None) -> Job | None:
+        """Send to a queue; without a worker to send to, leave it parked and return None."""
+        num_tokens = len(generation.prompt) + len(generation.tokens)
+        worker = ""
+        local = num_tokens <= self._settings.local_prefill_tokens
+        if local or not self._fleet.has_prefill:
+            record = self._fleet.pick_decode(num_tokens)
+            if record is None:
+                if result is not None:
+                    result.set_exception(unavailable(self._fleet.why_not_ready(), retry_after=2))
+                return None
+            worker = record.id
+            queue = self._keys.decode_queue(worker)
+        else:
+            resumed = generation.resubmissions > 0
+            queue = self._keys.prefill_queue("resume" if resumed else generation.queue_class)
+        payload = pack(generation.request(self._loop.time()).to_dict())
+        commands: list[Command] = [("XADD", queue, "*", FIELD, payload)]
+        if worker:  # The stream of a worker that is no more must not stay for ever.
+            lifetime_ms = int(self._settings.request_timeout_s * 1000) + 60_000
+            commands.append(("PEXPIRE", queue, lifetime_ms))
+        generation.parked = False
+        generation.tokens_at_submission = len(generation.tokens)
+        generation.assigned = self._loop.time()
+        done = partial(self._pushed, generation, generation.epoch, queue, worker, result)
+        job = Job(commands, done)
+        self._outbox.put(job)
+        return job
+
+    def _pushed(
+        self,
+        generation: Generation,
+        epoch: int,
+        queue: str,
+        worker: str,
+        result: asyncio.Future[None] | None,
+        replies: list[Any],
+        error: Exception | None,
+    ) -> None:
+        current = generation.active and generation.epoch == epoch
+        if error is None:
+            entry = Entry(queue, replies[0], worker)
+            if current:
+                generation.entry = entry
+            else:
+                self._outbox.put(Job(remove_entry(entry), keep=True))
+        elif current and result is None:
+            # Redis may have taken it or not: only another epoch is sure to run once.
+            self._recall(generation)
+            generation.next_epoch()
+        if result is not None and not result.done():
+            if error is None:
+                result.set_result(None)
+            else:
+                text = "Redis does not take requests now; try again."
+                result.set_exception(unavailable(text, "redis_unavailable", 2))
+
+
+def remove_entry(entry: Entry) -> list[Command]:
+    """Commands that take a request out of its queue, claimed or not; harmless when it is gone."""
+    commands: list[Command] = [("XDEL", entry.queue, entry.id)]
+    if not entry.worker:
+        commands.insert(0, ("XACK", entry.queue, PREFILL_GROUP, entry.id))
+    return commands
+
+
+def log_end(generation: Generation, now: float) -> None:
+    """The one line per generation: ids, counts and times, no text."""
+
+    def since(start: float | None, end: float | None) -> str:
+        return "-" if start is None or end is None else f"{max(0.0, end - start):.3f}"
+
+    error = generation.error
+    log.info(
+        "request_end id=%s outcome=%s error=%s status=%s prompt_tokens=%d cached_tokens=%d "
+        "output_tokens=%d queue_s=%s prefill_s=%s decode_s=%s total_s=%.3f epoch=%d workers=%s",
+        generation.id,
+        generation.outcome,
+        (error.code or error.type) if error else "-",
+        error.status if error else 200,
+        len(generation.prompt),
+        generation.cached_tokens,
+        generation.delivered,
+        since(generation.arrived, generation.claimed),
+        since(generation.claimed, generation.first_token),
+        since(generation.first_token, generation.last_token),
+        now - generation.arrived,
+        generation.epoch,
+        ",".join(generation.workers) or "-",
+    )
+
+
+def waiting(generations: Iterable[Generation]) -> int:
+    return sum(generation.waiting for generation in generations)

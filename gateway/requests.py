@@ -1,0 +1,189 @@
+"""One sequence as its gateway sees it: the single owner of its tokens, from arrival to end.
+
+A client's call has one `Generation` per choice. States of a generation, and who moves it:
+
+1. *parked*: no worker has it. New, or being resubmitted (`Dispatcher`).
+2. *queued*: an entry in a prefill queue or in `decode:<worker>` (`Dispatcher`, when Redis took it).
+3. *owned*: a worker answers for it (`apply`, on OWNED or TOKENS).
+4. *done*: `outcome` is set, once, by `close`: stop, length, abort or error.
+
+Whatever takes it from 2 or 3 back to 1 raises `epoch`; events of earlier epochs are stale from then
+on. `tokens` only grows, and only by the next index: a token can be neither lost nor doubled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from dataclasses import dataclass, field
+
+from pageferry.gateway.errors import ApiError
+from pageferry.kvtransfer.wire import Event, Kind, Request, SamplingParams, TokenLogprob
+
+
+class Verdict(enum.Enum):
+    """What an event meant for its generation."""
+
+    STALE = enum.auto()
+    """Older epoch, duplicate, or after the end: nothing changed."""
+    OWNED = enum.auto()
+    TOKENS = enum.auto()
+    FINISHED = enum.auto()
+    GAP = enum.auto()
+    """Tokens are missing before this event: it cannot be used."""
+    REQUEUE = enum.auto()
+    ERROR = enum.auto()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a queued request lies."""
+
+    queue: str
+    id: bytes
+    worker: str = ""
+    """The worker that reads this queue alone; empty for the shared prefill queues."""
+
+
+@dataclass
+class Generation:
+    id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    gateway: str
+    queue_class: str
+    arrived: float
+    """All times are seconds of the event loop's clock."""
+    deadline: float
+    wake: asyncio.Event
+    """Set whenever there is something new; shared by all generations of a call."""
+
+    epoch: int = 0
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """One per token when logprobs are wanted, else empty."""
+    cached_tokens: int = 0
+    entry: Entry | None = None
+    owner: str = ""
+    assigned: float = 0.0
+    """When the present owner or entry was noted."""
+    parked: bool = True
+    suspect_since: float | None = None
+    """Since when messages may have been lost that nobody will repeat."""
+    workers: list[str] = field(default_factory=list)
+    """Every owner so far, in order."""
+    deaths: int = 0
+    resubmissions: int = 0
+    fruitless: int = 0
+    """Resubmissions in a row without a new token; sets the pause before the next."""
+    tokens_at_submission: int = 0
+    finish: str | None = None
+    """What the worker said: "stop" or "length"."""
+    stop_token_id: int | None = None
+    error: ApiError | None = None
+    outcome: str = ""
+    claimed: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    delivered: int = 0
+    """Tokens that count as output: those up to a stop string, not what was sampled beyond it."""
+
+    @property
+    def done(self) -> bool:
+        return bool(self.outcome)
+
+    @property
+    def active(self) -> bool:
+        """A worker still has something to do for it."""
+        return not self.outcome and not self.finish
+
+    @property
+    def waiting(self) -> bool:
+        return not self.done and not self.tokens
+
+    @property
+    def holder(self) -> str:
+        """The worker that will answer for this generation, if one is known."""
+        return self.owner or (self.entry.worker if self.entry else "")
+
+    @property
+    def spent(self) -> str | None:
+        """How the sequence has ended by its tokens alone, even if nobody said so."""
+        enough = self.tokens and len(self.tokens) >= self.sampling.min_tokens
+        if enough and self.tokens[-1] in self.sampling.stop_token_ids:
+            return "stop"
+        return "length" if len(self.tokens) >= self.sampling.max_tokens else None
+
+    def request(self, now: float) -> Request:
+        """What a worker gets: prompt and tokens so far under the present epoch."""
+        return Request(
+            request_id=self.id,
+            epoch=self.epoch,
+            gateway=self.gateway,
+            token_ids=self.prompt + tuple(self.tokens),
+            prompt_len=len(self.prompt),
+            sampling=self.sampling,
+            queue_class=self.queue_class,
+            ttl_ms=max(1, int((self.deadline - now) * 1000)),
+        )
+
+    def next_epoch(self) -> None:
+        """Leave whoever has it: nothing that they say counts from now on."""
+        self.epoch += 1
+        self.resubmissions += 1
+        self.entry = None
+        self.owner = ""
+        self.parked = True
+        self.suspect_since = None
+        progressed = len(self.tokens) > self.tokens_at_submission
+        self.fruitless = 0 if progressed else self.fruitless + 1
+
+    def close(self, outcome: str, error: ApiError | None = None) -> None:
+        """End it; the first ending stands."""
+        if not self.outcome:
+            self.outcome = outcome
+            self.error = error
+            self.parked = False
+            self.wake.set()
+
+    def apply(self, event: Event, now: float) -> Verdict:
+        """Take in one event. Pure bookkeeping: what follows from it is the caller's business."""
+        if not self.active or event.epoch != self.epoch:
+            return Verdict.STALE
+        if event.kind is Kind.TOKENS:
+            return self._apply_tokens(event, now)
+        if event.kind is Kind.OWNED:
+            self._own(event.worker, now)
+            return Verdict.OWNED
+        return Verdict.REQUEUE if event.kind is Kind.REQUEUE else Verdict.ERROR
+
+    def _own(self, worker: str, now: float) -> None:
+        if self.claimed is None:
+            self.claimed = now
+        if self.owner != worker:
+            self.owner = worker
+            self.assigned = now
+            self.workers.append(worker)
+        if self.suspect_since is not None:
+            self.suspect_since = now
+
+    def _apply_tokens(self, event: Event, now: float) -> Verdict:
+        have = len(self.tokens)
+        if event.index > have:
+            return Verdict.GAP
+        known = have - event.index
+        if known > len(event.token_ids) or (known == len(event.token_ids) and not event.finish):
+            return Verdict.STALE
+        if not self.owner:
+            self._own(event.worker, now)
+        self.suspect_since = None
+        self.tokens.extend(event.token_ids[known:])
+        if self.sampling.logprobs >= 0:
+            self.logprobs.extend(event.logprobs[known:])
+        if not have:
+            self.cached_tokens = event.num_cached_tokens
+        if event.finish:
+            self.finish = event.finish
+            self.stop_token_id = event.stop_token_id
+        self.wake.set()
+        return Verdict.FINISHED if event.finish else Verdict.TOKENS

@@ -1,0 +1,342 @@
+"""The sending end of handoffs: one connection from a prefill worker to one decode worker.
+
+Two threads per connection: the sender takes items from `outgoing.OutgoingTable` and is the only one
+that reads local pages or writes remote ones; the receiver reports answers and watches deadlines.
+`connect` blocks for at most the timeout; everything else returns at once.
+
+Over tcp a PAGES frame is followed by the pages' bytes, gathered from the pool by the kernel. Over
+shm the sender copies the bytes into the decode worker's pool first and says so after.
+
+The connection is lost when either thread ends. Then all handoffs fail, the sender stops, and only
+after its last write is the socket closed: over shm that is what tells the receiver that it may use
+the pages again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from pageferry.kvtransfer import metric_names
+from pageferry.kvtransfer.frames import (
+    Cancel,
+    Commit,
+    Deny,
+    FrameError,
+    Grant,
+    Hello,
+    Message,
+    Nack,
+    Pages,
+    Refuse,
+    Seal,
+    Stopped,
+)
+from pageferry.kvtransfer.handoff import (
+    TRANSPORTS,
+    HandoffFailed,
+    HandoffRefused,
+    Identity,
+    State,
+    digest_of,
+    host_id,
+)
+from pageferry.kvtransfer.handshake import introduce
+from pageferry.kvtransfer.memory import PageStore, PoolMemory, copy_views
+from pageferry.kvtransfer.outgoing import Announce, Close, End, Handoff, Item, OutgoingTable, Push
+from pageferry.kvtransfer.sockets import (
+    POLL_S,
+    ConnectionLost,
+    FrameSocket,
+    dial_abstract,
+    dial_tcp,
+    recv_fd,
+)
+from pageferry.kvtransfer.wire import Request, WorkerRecord
+
+__all__ = ["ClientOptions", "Handoff", "HandoffClient"]
+
+log = logging.getLogger(__name__)
+
+MAX_PAYLOAD_BYTES = 4 * 2**20
+"""Of one PAGES message, so that a cancel does not wait behind more."""
+
+
+@dataclass(frozen=True)
+class ClientOptions:
+    transport: str = "auto"
+    """`auto`: shm where both ends share a host and the peer offers it, else tcp."""
+    timeout_s: float = 30.0
+    """Seconds without an answer after which a handoff, or without progress a connection, fails."""
+
+
+def choose_transport(wanted: str, peer: WorkerRecord) -> str:
+    """`HandoffRefused` if the named transport cannot be had; there is no silent fallback."""
+    if wanted not in ("auto", *TRANSPORTS):
+        raise ValueError(f"transport {wanted!r} must be auto or one of {TRANSPORTS}")
+    shared = bool(peer.host_id) and peer.host_id == host_id()
+    if wanted == "auto":
+        wanted = "shm" if shared and "shm" in peer.addresses else "tcp"
+    if wanted not in peer.addresses:
+        offered = ", ".join(sorted(peer.addresses)) or "none"
+        raise HandoffRefused(f"transport: {peer.id} offers {offered}, not {wanted}")
+    if wanted == "shm" and not shared:
+        raise HandoffRefused(
+            f"transport: shm needs one host, mine is {host_id()!r}, theirs {peer.host_id!r}"
+        )
+    return wanted
+
+
+class HandoffClient:
+    """Hands pages of `memory` to the decode worker `peer`."""
+
+    def __init__(
+        self, identity: Identity, peer: WorkerRecord, memory: PageStore, options: ClientOptions
+    ) -> None:
+        self.transport = ""
+        """"shm" or "tcp", once connected."""
+        self._identity = identity
+        self._peer = peer
+        self._memory = memory
+        self._options = options
+        self._table: OutgoingTable | None = None
+        self._remote: PoolMemory | None = None
+        self._threads: list[threading.Thread] = []
+        self._draining = threading.Event()
+        self._pages_sent = self._bytes_sent = 0
+        self._send_s = self._exposed_s = 0.0
+        self._refused = 0
+
+    # --- callers
+
+    @property
+    def alive(self) -> bool:
+        return self._table is not None and self._table.alive
+
+    def connect(self) -> None:
+        """Dial and shake hands. `HandoffRefused`: do not try again; `HandoffFailed`: try later."""
+        if self._threads:
+            raise RuntimeError("already connected; make a new client for a new connection")
+        try:
+            self.transport = choose_transport(self._options.transport, self._peer)
+            conn, hello = self._dial()
+        except HandoffRefused:
+            self._refused += 1
+            raise
+        except (ConnectionLost, FrameError, OSError) as error:
+            raise HandoffFailed(f"cannot connect to {self._peer.id}: {error}") from error
+        self._table = OutgoingTable(
+            self._memory.layout.page_size, hello.num_pages, self._options.timeout_s
+        )
+        receiver = self._thread("receiver", conn, lambda: self._receive(conn))
+        sender = self._thread("sender", conn, lambda: self._send(conn, receiver))
+        self._threads = [receiver, sender]
+        receiver.start()
+        sender.start()
+
+    def reserve(self, request: Request, prefix_hashes: list[bytes]) -> Future[Handoff]:
+        """Ask for pages. `HandoffDenied`: ask another worker; `HandoffFailed`: this one is gone.
+
+        `prefix_hashes`: of the prompt's full pages, or fewer; empty to share nothing.
+        """
+        return self._live_table().reserve(request, prefix_hashes)
+
+    def cancel_request(self, request_id: str, epoch: int, reason: str) -> None:
+        """Cancel that request's handoffs at `epoch` and below, granted or not."""
+        if self._table is not None:
+            self._table.cancel_request(request_id, epoch, reason)
+
+    def close(self) -> None:
+        """Cancel what is open, say so, join the threads (within about 2 s). May be repeated."""
+        if self._table is None:
+            return
+        self._table.lost("closed")
+        self._draining.set()
+        for thread in self._threads:
+            thread.join(2.0)
+            if thread.is_alive():
+                log.error("thread %s did not end", thread.name)
+
+    def stats(self) -> dict[str, float]:
+        """Counters since connect; seconds, bytes, and GB (1e9 bytes) per second spent sending."""
+        counts = self._table.counts if self._table is not None else {}
+        overlap = 1.0
+        if self._send_s:
+            overlap = min(1.0, max(0.0, 1.0 - self._exposed_s / self._send_s))
+        speed = self._bytes_sent / self._send_s / 1e9 if self._send_s else 0.0
+        return {
+            metric_names.HANDOFFS: float(counts.get("committed", 0)),
+            metric_names.HANDOFFS_DENIED: float(counts.get("denied", 0)),
+            metric_names.HANDOFFS_FAILED: float(counts.get("failed", 0)),
+            metric_names.TRANSFER_BYTES: float(self._bytes_sent),
+            metric_names.TRANSFER_SECONDS: self._send_s,
+            metric_names.TRANSFER_EXPOSED_SECONDS: self._exposed_s,
+            metric_names.OVERLAP_RATIO: overlap,
+            f"gb_per_s_{self.transport or 'none'}": speed,
+            "pages_sent": float(self._pages_sent),
+            "late_messages": float(counts.get("late_messages", 0)),
+            "refused": float(self._refused),
+        }
+
+    # --- connecting
+
+    def _dial(self) -> tuple[FrameSocket, Hello]:
+        address, timeout_s = self._peer.addresses[self.transport], self._options.timeout_s
+        dial: Callable[[str, float], socket.socket]
+        dial = dial_tcp if self.transport == "tcp" else dial_abstract
+        conn = FrameSocket(dial(address, timeout_s), timeout_s)
+        try:
+            hello = introduce(conn, self._identity, self.transport, self._peer.id)
+            if self.transport == "shm":
+                fd = recv_fd(conn)
+                try:
+                    self._remote = PoolMemory.attach(fd, self._memory.layout, hello.num_pages)
+                except ValueError as error:
+                    raise HandoffRefused(str(error)) from error
+                finally:
+                    os.close(fd)
+        except BaseException:
+            conn.close()
+            raise
+        return conn, hello
+
+    def _live_table(self) -> OutgoingTable:
+        if self._table is None:
+            raise RuntimeError("connect first")
+        return self._table
+
+    def _thread(self, role: str, conn: FrameSocket, target: Callable[[], str]) -> threading.Thread:
+        """A thread that, however it ends, ends the connection with the reason it returns."""
+
+        def run() -> None:
+            reason = f"{role} failed"
+            try:
+                reason = target()
+            except Exception:
+                log.exception("handoff %s to %s failed", role, self._peer.id)
+            finally:
+                self._live_table().lost(f"connection lost: {reason}")
+                conn.closing = True  # ends the other thread
+
+        return threading.Thread(target=run, name=f"handoff-{role}", daemon=True)
+
+    # --- receiver thread
+
+    def _receive(self, conn: FrameSocket) -> str:
+        table = self._live_table()
+        try:
+            while True:
+                fault = self._hear(table, conn.recv_message(on_idle=table.expire))
+                if fault:
+                    log.error("%s broke the handoff protocol: %s", self._peer.id, fault)
+                    return fault
+                table.expire()
+        except (ConnectionLost, FrameError) as error:
+            return str(error)
+
+    def _hear(self, table: OutgoingTable, message: Message) -> str:
+        """Act on an answer; a reason if the connection cannot go on."""
+        match message:
+            case Grant():
+                return table.grant(message)
+            case Deny():
+                table.deny(message.handoff_id, message.reason)
+            case Commit():
+                table.commit(message.handoff_id)
+            case Nack() | Cancel():
+                if handoff := table.answer(message.handoff_id):
+                    table.fail(handoff, message.reason, tell=None)
+            case Refuse():
+                return f"refused: {message.reason}"
+            case _:
+                return f"{type(message).__name__} is not for a writer"
+        return ""
+
+    # --- sender thread
+
+    def _send(self, conn: FrameSocket, receiver: threading.Thread) -> str:
+        table = self._live_table()
+        reason = "closed"
+        try:
+            while not conn.closing:
+                item = table.next_item(POLL_S)
+                for renewal in table.due_renewals():
+                    conn.send(renewal)
+                if item is not None:
+                    self._execute(table, conn, item)
+                elif self._draining.is_set():
+                    break
+        except ConnectionLost as lost:
+            reason = str(lost)
+        finally:
+            table.lost(f"connection lost: {reason}")
+            conn.closing = True
+            receiver.join()
+            conn.close()  # our last write is done
+            table.detach_all()
+            if self._remote is not None:
+                self._remote.close()
+        return reason
+
+    def _execute(self, table: OutgoingTable, conn: FrameSocket, item: Item) -> None:
+        """Do one item. What is wrong with it alone (a page that does not exist, a message above
+        its cap) breaks its handoff, not the connection."""
+        try:
+            self._perform(table, conn, item)
+        except ConnectionLost:
+            raise
+        except Exception as error:
+            log.exception("cannot send for request %s", item.handoff.request.request_id)
+            reason = f"cannot send: {type(error).__name__}: {error}"
+            table.fail(item.handoff, reason, tell=reason)
+
+    def _perform(self, table: OutgoingTable, conn: FrameSocket, item: Item) -> None:
+        handoff = item.handoff
+        match item:
+            case Announce():
+                conn.send(item.message)
+            case Push():
+                self._push(conn, item)
+            case Close():
+                table.detach(handoff)
+                self._exposed_s += time.monotonic() - item.asked_at
+                token = item.first_token.to_list()
+                conn.send(Seal(handoff.handoff_id, handoff.manifest.digest(), token))
+            case End():
+                table.detach(handoff)
+                if handoff.announced:
+                    if item.tell is not None:
+                        conn.send(Cancel(handoff.handoff_id, item.tell))
+                    conn.send(Stopped(handoff.handoff_id))
+
+    def _push(self, conn: FrameSocket, push: Push) -> None:
+        """Send or copy one layer's pages, in messages of bounded size."""
+        begun, page_bytes = time.monotonic(), self._memory.layout.page_bytes
+        stride = max(1, MAX_PAYLOAD_BYTES // page_bytes)
+        remote_pages = push.remote_pages
+        for start in range(0, len(push.local_pages), stride):
+            if push.handoff.state is State.BROKEN:
+                break
+            local = push.local_pages[start : start + stride]
+            views = self._memory.gather(push.layer, local)
+            digest, first = digest_of(views), push.first + start
+            size = len(local) * page_bytes
+            shm = self._remote is not None
+            handoff_id = push.handoff.handoff_id
+            message = Pages(handoff_id, push.layer, first, len(local), digest, 0 if shm else size)
+            if self._remote is not None:
+                targets = self._remote.landing(push.layer, remote_pages[start : start + stride])
+                copy_views(targets, views)
+                conn.send(message)
+            else:
+                conn.send(message, views)
+            push.handoff.manifest.add(push.layer, first, len(local), digest)
+            self._pages_sent += len(local)
+            self._bytes_sent += size
+        self._send_s += time.monotonic() - begun

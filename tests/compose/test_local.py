@@ -1,0 +1,161 @@
+"""`pageferry up` without a model: settings, ports, what each service is told."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import shlex
+import socket
+
+import pytest
+
+from pageferry.compose import local
+from pageferry.compose.local import (
+    UpSettings,
+    check,
+    choose_port,
+    ready_line,
+    serve,
+    service_env,
+    service_programs,
+    wait_for_redis,
+    wait_until_ready,
+)
+from pageferry.compose.supervisor import ChildDied
+from pageferry.kvtransfer.settings import (
+    DecodeSettings,
+    GatewaySettings,
+    PrefillSettings,
+    SettingsError,
+    from_args,
+)
+
+
+def parse(*argv: str, env: dict[str, str] | None = None) -> UpSettings:
+    return from_args(UpSettings, "pageferry up", "", argv, env or {})
+
+
+def test_flags_of_the_services_and_switches():
+    settings = parse("--prefill", "2", "--dtype", "float32", "--page-size", "32", "--verbose")
+    assert (settings.prefill, settings.decode) == (2, 1)
+    assert (settings.dtype, settings.page_size, settings.verbose) == ("float32", 32, True)
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--decode", "0"], "at least 0 prefill workers and 1 decode worker"),
+        (["--prefill", "-1"], "at least 0 prefill workers"),
+        (["--decode", "64"], "more than 64 workers"),
+        (["--drain-s", "20"], "--drain-s 20: expected 0 to 3"),
+        (["--handoff-port", "7000", "--decode", "2"], "cannot share one port"),
+    ],
+)
+def test_impossible_settings_are_refused_before_anything_starts(argv, sentence):
+    with pytest.raises(SettingsError, match=sentence):
+        check(parse(*argv))
+
+
+async def test_port_in_use_is_one_sentence_and_exit_code_2(capfd):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert await serve(UpSettings(port=port)) == 2
+    error = capfd.readouterr().err
+    assert error == (
+        f"pageferry up: cannot listen on 127.0.0.1:{port} (Address already in use); "
+        "choose another --port, or 0 for a free one\n"
+    )
+
+
+def test_port_0_is_a_free_port_and_nonsense_is_refused():
+    assert choose_port("127.0.0.1", 0) > 0
+    for host, port in [("127.0.0.1", 70000), ("256.1.1.1", 80)]:
+        with pytest.raises(SettingsError, match="cannot listen on"):
+            choose_port(host, port)
+
+
+def test_each_service_gets_only_its_own_settings(monkeypatch):
+    monkeypatch.setenv("PAGEFERRY_PREFILL", "2")
+    monkeypatch.setenv("PAGEFERRY_DTYPE", "float16")
+    monkeypatch.setenv("REDIS_URL", "redis://elsewhere")
+    settings = parse("--dtype", "float32", "--port", "9000", "--cluster-key", "secret")
+    for cls in (GatewaySettings, PrefillSettings, DecodeSettings):
+        env = service_env(settings, cls, redis_url="unix:///x/valkey.sock")
+        rebuilt = from_args(cls, "p", "", [], env)
+        assert rebuilt.redis_url == "unix:///x/valkey.sock"
+        own = {f.name for f in dataclasses.fields(cls)} - {"redis_url"}
+        assert {n: getattr(rebuilt, n) for n in own} == {n: getattr(settings, n) for n in own}
+        assert env["PATH"] == os.environ["PATH"]
+
+
+def test_workers_get_names_and_cores_and_no_secrets_on_the_command_line(monkeypatch):
+    monkeypatch.setattr(local, "allowed_cores", lambda text: [0, 1, 2])
+    monkeypatch.setattr(local, "siblings_together", lambda cores: cores)
+    settings = parse("--prefill", "1", "--decode", "2", "--cluster-key", "secret")
+    programs = service_programs(settings, "unix:///x", 8123)
+    assert [p.name for p in programs] == ["gateway", "prefill-0", "decode-0", "decode-1"]
+    assert [p.env.get("PAGEFERRY_CORES") for p in programs] == [None, "0", "1", "2"]
+    assert programs[0].env["PAGEFERRY_PORT"] == "8123"
+    assert "PAGEFERRY_CLUSTER_KEY" not in programs[0].env
+    for program in programs[1:]:
+        assert program.env["PAGEFERRY_CLUSTER_KEY"] == "secret"
+        assert program.argv[-2:] == ["--name", program.name]
+        assert "secret" not in " ".join(program.argv)
+
+
+async def test_redis_that_does_not_answer_is_a_settings_error(monkeypatch):
+    monkeypatch.setattr(local, "REDIS_WAIT_S", 0.2)
+    with pytest.raises(SettingsError, match=r"no answer from Redis in 0\.2 s"):
+        await wait_for_redis("redis://127.0.0.1:1/0")
+
+
+@pytest.fixture
+async def fake_gateway():
+    """A server that answers /ready with the given statuses in turn; yields (port, statuses)."""
+    statuses: list[int] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        path = (await reader.readuntil(b"\r\n\r\n")).split()[1]
+        models = json.dumps({"data": [{"id": "tiny"}]})
+        status, body = (200, models) if path == b"/v1/models" else (statuses.pop(0), "loading")
+        head = f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        writer.write(head.encode() + body.encode())
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        yield server.sockets[0].getsockname()[1], statuses
+
+
+async def test_ready_means_200(fake_gateway):
+    port, statuses = fake_gateway
+    statuses += [503, 503, 200, 200]
+    assert await wait_until_ready("127.0.0.1", port, 30) == "tiny"
+    assert statuses == [200]
+
+
+async def test_never_ready_says_what_the_gateway_said(fake_gateway):
+    port, statuses = fake_gateway
+    statuses += [503] * 1000
+    with pytest.raises(ChildDied, match=r"not ready after 0\.5 s .*503 b'loading'"):
+        await wait_until_ready("127.0.0.1", port, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:80"),
+        ("0.0.0.0", "http://127.0.0.1:80"),
+        ("::", "http://[::1]:80"),
+    ],
+)
+def test_ready_line_is_one_line_whose_curl_can_be_pasted(host, url):
+    line = ready_line(host, 80, 'it\'s "tiny"')
+    assert "\n" not in line
+    assert line.startswith(f"{url} serves ")
+    argv = shlex.split(line.partition("Try: ")[2])
+    assert argv[:2] == ["curl", f"{url}/v1/chat/completions"]
+    assert json.loads(argv[-1])["model"] == 'it\'s "tiny"'

@@ -1,0 +1,428 @@
+"""A tiny model directory, fake workers that speak the real protocol over a real Valkey, gateways.
+
+The fake model repeats its prompt three times and then ends: every token of an answer tells which
+prompt it belongs to, and a resumed answer is recognisably the same one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from pageferry.gateway.app import Gateway
+from pageferry.gateway.requests import Generation
+from pageferry.gateway.text import Tokenizer
+from pageferry.kvtransfer.bus import connect, ensure_groups, publish_worker, retire_worker
+from pageferry.kvtransfer.keys import FIELD, PREFILL_GROUP, Keys
+from pageferry.kvtransfer.layout import KVLayout
+from pageferry.kvtransfer.settings import GatewaySettings
+from pageferry.kvtransfer.wire import (
+    Event,
+    Kind,
+    Ledger,
+    Request,
+    SamplingParams,
+    TokenLogprob,
+    WorkerRecord,
+    pack_events,
+    unpack,
+    unpack_control,
+)
+
+CONTEXT = 4096
+EOS = 257
+CYCLES = 3
+MODEL = "tiny"
+LEASE_S = 0.6
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One token per byte, and two special tokens."""
+    path = tmp_path_factory.mktemp("model") / MODEL
+    path.mkdir()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(
+        [AddedToken("<|im_start|>", special=True), AddedToken("<|im_end|>", special=True)]
+    )
+    backend.save(str(path / "tokenizer.json"))
+    config = {"max_position_embeddings": CONTEXT, "vocab_size": 258, "eos_token_id": EOS}
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
+    extra = {"chat_template": TEMPLATE, "eos_token": "<|im_end|>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(extra))
+    return path
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_dir: Path) -> Tokenizer:
+    return Tokenizer.from_dir(model_dir)
+
+
+def answer(prompt: tuple[int, ...], index: int) -> int:
+    """Output token number `index` of the fake model."""
+    return EOS if index >= CYCLES * len(prompt) else prompt[index % len(prompt)]
+
+
+class FakeWorker:
+    """One worker of either role; its attributes are its ways to misbehave."""
+
+    def __init__(self, url: str, role: str, name: str, peers: list[FakeWorker]) -> None:
+        self.id = name
+        self.role = role
+        self.keys = Keys(MODEL)
+        self.client = connect(url, max_block_s=0.2)
+        self.peers = peers
+        """Prefill: the decode workers to hand over to."""
+        self.state = "ready"
+        self.num_pages = 1000
+        self.max_model_len = CONTEXT
+        self.refusals: tuple[str, ...] = ()
+        self.stats: dict[str, float] = {}
+        self.step_s = 0.002
+        self.prefill_s = 0.0
+        self.claims = True
+        self.mangle: Callable[[Event], list[Event]] = lambda event: [event]
+        self.claimed: list[Request] = []
+        self.accepted: list[Request] = []
+        self.active: dict[str, asyncio.Task[None]] = {}
+        self.cancelled: list[tuple[str, int]] = []
+        self.dead = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def record(self) -> WorkerRecord:
+        return WorkerRecord(
+            id=self.id,
+            role=self.role,
+            pid=1,
+            host="here",
+            state=self.state,
+            model=MODEL,
+            fingerprint="f",
+            layout=KVLayout("float32", 16, 1, 1, 8).to_dict(),
+            ledger=Ledger(self.num_pages, self.num_pages, 0, 0, 0, 0, 16),
+            max_model_len=self.max_model_len,
+            refusals=self.refusals,
+            stats=self.stats,
+        )
+
+    async def start(self) -> None:
+        await ensure_groups(self.client, self.keys)
+        await self.publish()
+        loops = [self._heartbeat(), self._control()]
+        loops.append(self._claim() if self.role == "prefill" else self._local())
+        self._tasks = [asyncio.create_task(self._patiently(loop)) for loop in loops]
+
+    async def publish(self) -> None:
+        await publish_worker(self.client, self.keys, self.record(), LEASE_S)
+
+    async def die(self) -> None:
+        """As kill -9: no goodbye; the lease lapses."""
+        self.dead = True
+        tasks = [*self._tasks, *self.active.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.active.clear()
+
+    async def retire(self) -> None:
+        await self.die()
+        await retire_worker(self.client, self.keys, self.id)
+
+    async def close(self) -> None:
+        await self.die()
+        await self.client.aclose()
+
+    async def emit(self, request: Request, **fields: Any) -> None:
+        kind = fields.pop("kind", Kind.TOKENS)
+        worker = fields.pop("worker", self.id)
+        event = Event(request.request_id, request.epoch, kind, worker, **fields)
+        for each in self.mangle(event):
+            stream = self.keys.tokens(request.gateway)
+            while True:
+                try:
+                    await self.client.xadd(stream, {FIELD: pack_events([each])})
+                    break
+                except OSError:
+                    await asyncio.sleep(0.05)
+
+    async def _patiently(self, loop: AsyncIterator[None]) -> None:
+        """Run a loop; a missing Redis is waited for."""
+        async for _ in loop:
+            pass
+
+    async def _heartbeat(self) -> AsyncIterator[None]:
+        while True:
+            with contextlib.suppress(OSError):
+                await self.publish()
+            await asyncio.sleep(LEASE_S / 3)
+            yield
+
+    async def _control(self) -> AsyncIterator[None]:
+        last = b"0-0"
+        while True:
+            try:
+                reply = await self.client.xread({self.keys.control: last}, block=100)
+            except OSError:
+                await asyncio.sleep(0.05)
+                reply = []
+            for _, entries in reply or ():
+                for last, fields in entries:  # noqa: B007
+                    for cancel in unpack_control(fields[FIELD]):
+                        self.cancelled.append((cancel.request_id, cancel.epoch))
+                        task = self.active.get(cancel.request_id)
+                        if task is not None and task.get_name() <= f"{cancel.epoch:09}":
+                            task.cancel()
+            yield
+
+    async def _claim(self) -> AsyncIterator[None]:
+        while True:
+            if not self.claims:
+                await asyncio.sleep(0.02)
+                yield
+                continue
+            try:
+                reply = await self.client.xreadgroup(
+                    PREFILL_GROUP,
+                    self.id,
+                    {queue: ">" for queue in self.keys.prefill_queues},
+                    count=8,
+                    block=50,
+                )
+            except Exception:
+                await asyncio.sleep(0.05)
+                with contextlib.suppress(Exception):
+                    await ensure_groups(self.client, self.keys)
+                reply = []
+            for queue, entries in reply or ():
+                for entry_id, fields in entries:
+                    request = Request.from_dict(unpack(fields[FIELD]))
+                    self.claimed.append(request)
+                    self._begin(request, self._prefill(queue, entry_id, request))
+            yield
+
+    def _begin(self, request: Request, work: Any) -> None:
+        task = asyncio.create_task(work, name=f"{request.epoch:09}")
+        self.active[request.request_id] = task
+
+        def ended(done: asyncio.Task[None]) -> None:
+            if self.active.get(request.request_id) is done:
+                del self.active[request.request_id]
+
+        task.add_done_callback(ended)
+
+    async def _prefill(self, queue: bytes, entry_id: bytes, request: Request) -> None:
+        await self.emit(request, kind=Kind.OWNED)
+        if request.sampling.seed == 666:  # The poisonous request.
+            asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(self.die()))
+            return
+        await asyncio.sleep(self.prefill_s)
+        finished = await self._token(request, request.num_output_tokens)
+        peers = [peer for peer in self.peers if not peer.dead and peer.state == "ready"]
+        if not finished:
+            await self.emit(request, kind=Kind.OWNED, worker=peers[0].id)
+            peers[0].accept(request, request.num_output_tokens + 1)
+        await self.client.xack(queue, PREFILL_GROUP, entry_id)
+        await self.client.xdel(queue, entry_id)
+
+    async def _local(self) -> AsyncIterator[None]:
+        queue, last = self.keys.decode_queue(self.id), b"0-0"
+        while True:
+            try:
+                reply = await self.client.xread({queue: last}, block=50)
+            except OSError:
+                await asyncio.sleep(0.05)
+                reply = []
+            for _, entries in reply or ():
+                for last, fields in entries:  # noqa: B007
+                    request = Request.from_dict(unpack(fields[FIELD]))
+                    await self.client.xdel(queue, last)
+                    await self.emit(request, kind=Kind.OWNED)
+                    self.accept(request, request.num_output_tokens)
+            yield
+
+    def accept(self, request: Request, index: int) -> None:
+        self.accepted.append(request)
+        self._begin(request, self._decode(request, index))
+
+    async def _decode(self, request: Request, index: int) -> None:
+        while not await self._token(request, index):
+            index += 1
+            await asyncio.sleep(self.step_s)
+
+    async def _token(self, request: Request, index: int) -> bool:
+        """Emit one output token; True when it was the last."""
+        prompt = request.token_ids[: request.prompt_len]
+        token = answer(prompt, index)
+        finish = None
+        if token in request.sampling.stop_token_ids:
+            finish = "stop"
+        elif index + 1 >= request.sampling.max_tokens:
+            finish = "length"
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if request.sampling.logprobs >= 0:
+            top = tuple((token + i, -0.5 - i) for i in range(request.sampling.logprobs))
+            logprobs = (TokenLogprob(-0.5, top),)
+        await self.emit(
+            request,
+            index=index,
+            token_ids=(token,),
+            logprobs=logprobs,
+            finish=finish,
+            stop_token_id=token if finish == "stop" else None,
+            num_cached_tokens=4,
+        )
+        return finish is not None
+
+
+@dataclasses.dataclass
+class Cluster:
+    """Gateways and fake workers on one Valkey."""
+
+    url: str
+    tokenizer: Tokenizer
+    http: aiohttp.ClientSession
+    gateways: list[Gateway] = dataclasses.field(default_factory=list)
+    workers: list[FakeWorker] = dataclasses.field(default_factory=list)
+    clients: list[openai.AsyncOpenAI] = dataclasses.field(default_factory=list)
+
+    async def gateway(self, **settings: Any) -> Gateway:
+        values = {"redis_url": self.url, "port": 0, "lease_s": LEASE_S, "drain_s": 0.2, **settings}
+        gateway = Gateway(GatewaySettings(**values), MODEL, self.tokenizer)
+        self.gateways.append(gateway)
+        await gateway.start()
+        await self.until(lambda: gateway.health.up)
+        return gateway
+
+    async def worker(self, role: str, name: str = "", **attributes: Any) -> FakeWorker:
+        """A registered worker that the gateways know; prefill workers hand over to all others."""
+        peers = [w for w in self.workers if w.role == "decode"]
+        worker = FakeWorker(self.url, role, name or f"{role}-{len(self.workers)}", peers)
+        self.workers.append(worker)
+        for other in self.workers:
+            if role == "decode" and other.role == "prefill":
+                other.peers.append(worker)
+        for attribute, value in attributes.items():
+            setattr(worker, attribute, value)
+        await worker.start()
+        await self.until(lambda: all(worker.id in g.fleet.records for g in self.gateways))
+        return worker
+
+    @staticmethod
+    async def until(condition: Callable[[], Any], timeout_s: float = 8.0) -> None:
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+    @property
+    def base(self) -> str:
+        return f"http://127.0.0.1:{self.gateways[0].port}"
+
+    def openai(self, **options: Any) -> openai.AsyncOpenAI:
+        client = openai.AsyncOpenAI(base_url=f"{self.base}/v1", api_key="none", **options)
+        self.clients.append(client)
+        return client
+
+    async def post(self, path: str = "/v1/completions", **fields: Any) -> tuple[int, Any]:
+        """Status and parsed body of one call that is not streamed."""
+        body = {"model": MODEL, **fields}
+        async with self.http.post(self.base + path, json=body) as reply:
+            return reply.status, await reply.json()
+
+    async def events(self, path: str = "/v1/completions", **fields: Any) -> list[Any]:
+        """Parsed events of one streamed call; "[DONE]" as a string."""
+        body = {"model": MODEL, "stream": True, **fields}
+        async with self.http.post(self.base + path, json=body) as reply:
+            assert reply.status == 200, await reply.text()
+            text = (await reply.read()).decode()
+        lines = [line[6:] for line in text.split("\n\n") if line.startswith("data: ")]
+        return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+    def generations(self) -> list[Generation]:
+        return [g for gw in self.gateways for g in gw.dispatcher.generations.values()]
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self.http.get(self.base + path) as reply:
+            return reply.status, await reply.json()
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """Value of one series, 0 when it does not exist."""
+        async with self.http.get(f"{self.base}/metrics") as reply:
+            text = await reply.text()
+        for line in text.splitlines():
+            series, _, value = line.rpartition(" ")
+            if series.startswith(f"pageferry:{name}{{"):
+                if all(f'{k}="{v}"' in series for k, v in labels.items()):
+                    return float(value)
+        return 0.0
+
+    async def close(self) -> None:
+        for client in self.clients:
+            await client.close()
+        for gateway in self.gateways:
+            await gateway.stop()
+        for worker in self.workers:
+            await worker.close()
+
+
+@pytest.fixture
+async def cluster(redis_url: str, tokenizer: Tokenizer) -> AsyncIterator[Cluster]:
+    """No gateways and no workers yet."""
+    async with aiohttp.ClientSession() as http:
+        cluster = Cluster(redis_url, tokenizer, http)
+        try:
+            yield cluster
+        finally:
+            await cluster.close()
+    left = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+    await asyncio.wait(left, timeout=1) if left else None
+    assert not [t for t in left if not t.done()], "tasks were left behind"
+
+
+@pytest.fixture
+async def service(cluster: Cluster) -> Cluster:
+    """One gateway, one prefill worker, one decode worker, all ready."""
+    await cluster.gateway()
+    await cluster.worker("decode")
+    await cluster.worker("prefill")
+    return cluster
+
+
+@pytest.fixture
+def make_generation() -> Callable[..., Generation]:
+    """A queued generation with the prompt 1, 2, 3, outside of any gateway."""
+
+    def make(**fields: Any) -> Generation:
+        values: dict[str, Any] = {
+            "id": "r",
+            "prompt": (1, 2, 3),
+            "sampling": SamplingParams(max_tokens=10),
+            "gateway": "g",
+            "queue_class": "interactive",
+            "arrived": 0.0,
+            "deadline": 100.0,
+            "wake": asyncio.Event(),
+            **fields,
+        }
+        return Generation(**values)
+
+    return make

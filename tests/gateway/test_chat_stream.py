@@ -1,0 +1,217 @@
+"""Chat and SSE: shapes of chunks, when headers go out, keepalives, errors, slow and lost clients."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from typing import Any
+
+import pytest
+
+Cluster = Any
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "Say hi."}]
+
+
+async def test_whole_answer(service: Cluster) -> None:
+    status, body = await service.post(CHAT, messages=MESSAGES, max_tokens=5)
+    assert status == 200
+    assert body["object"] == "chat.completion"
+    choice = body["choices"][0]
+    assert choice["message"]["role"] == "assistant"
+    assert choice["finish_reason"] == "length"
+    assert choice["logprobs"] is None
+    assert isinstance(body["created"], int)
+
+
+async def test_chat_fills_the_context_by_default(service: Cluster) -> None:
+    status, body = await service.post(CHAT, messages=MESSAGES)
+    assert status == 200
+    assert body["choices"][0]["finish_reason"] == "stop"
+    assert body["usage"]["completion_tokens"] == 3 * body["usage"]["prompt_tokens"] + 1
+    assert service.workers[1].claimed[0].sampling.max_tokens == 4096 - body["usage"]["prompt_tokens"]
+
+
+async def test_chunks(service: Cluster) -> None:
+    events = await service.events(CHAT, messages=MESSAGES, max_tokens=9)
+    *chunks, done = events
+    assert done == "[DONE]"
+    assert len({(c["id"], c["created"], c["model"], c["object"]) for c in chunks}) == 1
+    deltas = [c["choices"][0]["delta"] for c in chunks]
+    assert deltas[0]["role"] == "assistant"
+    assert deltas[0]["content"], "a role without content would pass for the first token"
+    assert all("role" not in d for d in deltas[1:])
+    assert [c["choices"][0]["finish_reason"] for c in chunks] == [None] * (len(chunks) - 1) + [
+        "length"
+    ]
+    assert not any("usage" in c for c in chunks)
+
+
+async def test_joined_chunks_equal_the_whole_answer(service: Cluster) -> None:
+    fields = {"messages": MESSAGES, "max_tokens": 40, "stop": ["user"]}
+    _, body = await service.post(CHAT, **fields)
+    events = await service.events(CHAT, **fields)
+    joined = "".join(e["choices"][0]["delta"]["content"] for e in events[:-1])
+    assert joined == body["choices"][0]["message"]["content"]
+    assert events[-2]["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_usage_chunk(service: Cluster, n: int) -> None:
+    fields = {"prompt": "abc", "max_tokens": 5, "n": n}
+    _, body = await service.post(**fields)
+    events = await service.events(**fields, stream_options={"include_usage": True})
+    *chunks, last, done = events
+    assert done == "[DONE]"
+    assert last["choices"] == []
+    assert last["usage"] == body["usage"]
+    assert all(c["choices"] and c["usage"] is None for c in chunks)
+
+
+async def test_n_choices_in_one_stream(service: Cluster) -> None:
+    events = await service.events(CHAT, messages=MESSAGES, n=3, max_tokens=4)
+    by_index: dict[int, list[Any]] = {}
+    for event in events[:-1]:
+        choice = event["choices"][0]
+        by_index.setdefault(choice["index"], []).append(choice)
+    assert sorted(by_index) == [0, 1, 2]
+    for chunks in by_index.values():
+        assert chunks[0]["delta"]["role"] == "assistant"
+        assert [c["finish_reason"] for c in chunks if c["finish_reason"]] == ["length"]
+
+
+async def test_chat_logprobs(service: Cluster) -> None:
+    fields = {"messages": MESSAGES, "max_tokens": 3, "logprobs": True, "top_logprobs": 2}
+    _, body = await service.post(CHAT, **fields)
+    items = body["choices"][0]["logprobs"]["content"]
+    assert len(items) == 3
+    assert items[1]["bytes"] == [ord("u")] or isinstance(items[1]["bytes"], list)
+    assert [len(i["top_logprobs"]) for i in items] == [2, 2, 2]
+    events = await service.events(CHAT, **fields)
+    streamed = [i for e in events[:-1] for i in e["choices"][0]["logprobs"]["content"]]
+    assert streamed == items
+
+
+async def test_long_echo_is_split_over_events(service: Cluster) -> None:
+    service.workers[0].max_model_len = service.workers[1].max_model_len = 40_000
+    service.gateways[0].admission._context_len = 40_000
+    service.workers[0].num_pages = 4000
+    await service.workers[0].publish()
+    await service.until(lambda: service.gateways[0].admission.context_len == 40_000)
+    text = "x" * 36_000
+    service.gateways[0]._kitchen.tokenizer.context_len, before = (
+        40_000,
+        service.gateways[0]._kitchen.tokenizer.context_len,
+    )
+    try:
+        events = await service.events(prompt=text, max_tokens=1, echo=True)
+    finally:
+        service.gateways[0]._kitchen.tokenizer.context_len = before
+    texts = [e["choices"][0]["text"] for e in events[:-1]]
+    assert "".join(texts) == text + "x"
+    assert max(map(len, texts)) <= 16_384
+
+
+async def test_error_before_the_first_token_is_an_http_error(service: Cluster) -> None:
+    status, body = await service.post(CHAT, messages=MESSAGES, stream=True, model="other")
+    assert (status, body["error"]["code"]) == (404, "model_not_found")
+    service.workers[1].prefill_s = 30
+    gateway = service.gateways[0]
+    gateway._kitchen.settings.__class__  # The deadline is shortened below, per generation.
+    call = asyncio.create_task(service.post(CHAT, messages=MESSAGES, stream=True))
+    await service.until(service.generations)
+    service.generations()[0].deadline = 0
+    status, body = await call
+    assert (status, body["error"]["code"]) == (504, "request_timeout")
+    await service.until(lambda: not service.workers[1].active)
+
+
+async def test_headers_wait_for_the_first_token(cluster: Cluster) -> None:
+    await cluster.gateway(keepalive_s=0.3)
+    await cluster.worker("decode")
+    await cluster.worker("prefill", prefill_s=1.0)
+    body = {"model": "tiny", "stream": True, "prompt": "abc", "max_tokens": 3}
+    async with cluster.http.post(f"{cluster.base}/v1/completions", json=body) as reply:
+        assert reply.headers["Content-Type"].startswith("text/event-stream")
+        assert reply.headers["Cache-Control"] == "no-cache"
+        assert reply.headers["X-Accel-Buffering"] == "no"
+        text = (await reply.read()).decode()
+    comments = [part for part in text.split("\n\n") if part.startswith(":")]
+    assert 2 <= len(comments) <= 4
+    assert text.index("data:") > text.rindex(": keepalive")
+
+
+async def test_deadline_after_keepalives_ends_in_an_error_event(cluster: Cluster) -> None:
+    await cluster.gateway(keepalive_s=0.1, request_timeout_s=0.5)
+    await cluster.worker("decode")
+    await cluster.worker("prefill", prefill_s=20)
+    events = await cluster.events(prompt="abc", max_tokens=3)
+    assert [e["error"]["code"] for e in events] == ["request_timeout"]
+
+
+async def test_error_after_the_first_token(service: Cluster) -> None:
+    service.workers[0].step_s = 0.05
+    call = asyncio.create_task(service.events(prompt="abc" * 20, max_tokens=50))
+    await service.until(lambda: [g for g in service.generations() if len(g.tokens) > 3])
+    service.generations()[0].deadline = 0
+    events = await call
+    assert events[-1]["error"]["code"] == "request_timeout"
+    assert all(e["choices"][0]["finish_reason"] is None for e in events[:-1])
+
+
+async def open_stream(service: Cluster, **fields: Any) -> socket.socket:
+    """A raw client with a tiny receive buffer that has sent a streamed call."""
+    raw = socket.socket()
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    raw.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(raw, ("127.0.0.1", service.gateways[0].port))
+    body = json.dumps({"model": "tiny", "stream": True, **fields}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    await loop.sock_sendall(raw, head.encode() + body)
+    return raw
+
+
+@pytest.mark.parametrize("moment", ["queued", "prefill", "decode"])
+async def test_leaving_frees_the_worker_in_every_state(service: Cluster, moment: str) -> None:
+    prefill, decode = service.workers[1], service.workers[0]
+    decode.step_s = 0.05
+    prefill.claims = moment != "queued"
+    prefill.prefill_s = 30 if moment == "prefill" else 0
+    await asyncio.sleep(0.1)
+    raw = await open_stream(service, prompt="abc" * 100, max_tokens=300)
+    reached = {
+        "queued": lambda: [g for g in service.generations() if g.entry],
+        "prefill": lambda: prefill.active,
+        "decode": lambda: decode.active,
+    }
+    await service.until(reached[moment])
+    raw.close()
+    await service.until(
+        lambda: not prefill.active and not decode.active and not service.generations(), 1.0
+    )
+    queue = prefill.keys.prefill_queue("interactive")
+    await service.until(lambda: prefill.cancelled)
+    assert await prefill.client.xlen(queue) == 0
+    pending = await prefill.client.xpending(queue, "prefill")
+    assert pending["pending"] == 0
+    assert await service.metric("request_success_total", finished_reason="abort") == 1
+
+
+async def test_a_client_that_does_not_read_is_cut_off(cluster: Cluster) -> None:
+    await cluster.gateway(slow_client_s=0.4)
+    decode = await cluster.worker("decode", step_s=0)
+    await cluster.worker("prefill")
+    raws = [
+        await open_stream(cluster, prompt="abc" * 600, max_tokens=2000, n=16, logprobs=5)
+        for _ in range(2)
+    ]
+    await cluster.until(lambda: decode.active)
+    neighbour = await cluster.events(prompt="abc", max_tokens=9)
+    assert "".join(e["choices"][0]["text"] for e in neighbour[:-1]) == "abcabcabc"
+    await cluster.until(lambda: not cluster.generations() and not decode.active, 20)
+    aborted = await cluster.metric("request_success_total", finished_reason="abort")
+    assert aborted > 0
+    for raw in raws:
+        raw.close()

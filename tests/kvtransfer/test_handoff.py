@@ -1,0 +1,369 @@
+"""Handoffs between real sockets and threads in one process, over both transports."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+
+from pageferry.kvtransfer.handoff import HandoffDenied, HandoffFailed, HandoffRefused, host_id
+from pageferry.kvtransfer.handoff_client import choose_transport
+
+
+def test_bytes_arrive_exactly_at_permuted_pages(world, transport):
+    receiver = world.receiver()
+    writer = world.writer(receiver, transport)
+    taken = receiver.pool.allocate(5)
+    receiver.pool.release(taken[::2])  # holes: the grant is scattered
+    request = world.make_request(tokens=30)
+    local = [23, 3, 4, 5, 9, 8, 0, 17]
+    writer.hand_over(receiver, request, local)
+    (intake,) = receiver.inbox.intakes
+    assert intake.request == request
+    assert intake.first_token == world.first_token(request)
+    assert intake.peer == "p-1"
+    assert len(intake.page_ids) == 8
+    for layer in range(world.layout.num_layers):
+        for mine, theirs in zip(local, intake.page_ids, strict=True):
+            assert receiver.page(layer, theirs) == world.pattern(layer, mine)
+    others = set(range(16)) - set(intake.page_ids)
+    assert all(receiver.is_poisoned(page) for page in others)
+    assert writer.client.transport == transport
+    receiver.pool.release(taken[1::2])
+
+
+@pytest.mark.parametrize(("tokens", "pages"), [(1, 1), (3, 1), (4, 2), (5, 2), (8, 3), (12, 4)])
+def test_a_growth_page_comes_with_the_grant_when_the_next_token_needs_it(
+    world, transport, tokens, pages
+):
+    receiver = world.receiver()
+    writer = world.writer(receiver, transport)
+    prompt_pages = world.layout.pages_for(tokens)
+    writer.hand_over(receiver, world.make_request(tokens=tokens), list(range(prompt_pages)))
+    (intake,) = receiver.inbox.intakes
+    assert len(intake.page_ids) == pages
+    assert receiver.inbox.admitted == [pages]
+    assert receiver.pool.ledger().live == pages
+    receiver.check()
+    receiver.finish()
+
+
+def test_held_prefix_pages_are_shared_and_not_sent_again(world, transport):
+    receiver = world.receiver()
+    writer = world.writer(receiver, transport)
+    writer.hand_over(receiver, world.make_request("a", 10), [0, 1, 2])
+    first = receiver.inbox.intakes[0]
+    handoff = writer.hand_over(receiver, world.make_request("b", 14), [20, 21, 2, 3])
+    second = receiver.inbox.intakes[1]
+    assert handoff.skip_pages == second.skip_pages == 2
+    assert second.page_ids[:2] == first.page_ids[:2]
+    assert set(second.page_ids[2:]).isdisjoint(first.page_ids)
+    assert receiver.page(0, second.page_ids[0]) == world.pattern(0, 0)
+    assert receiver.page(2, second.page_ids[3]) == world.pattern(2, 3)
+    receiver.check()
+    receiver.finish()
+    assert receiver.pool.ledger().cached == 3
+
+
+def test_a_full_prefix_hit_sends_nothing_and_still_commits(world, transport):
+    receiver = world.receiver()
+    writer = world.writer(receiver, transport)
+    writer.hand_over(receiver, world.make_request("a", 8), [0, 1])
+    sent = writer.client.stats()["pages_sent"]
+    handoff = writer.hand_over(receiver, world.make_request("b", 8), [0, 1])
+    assert handoff.skip_pages == 2
+    assert writer.client.stats()["pages_sent"] == sent
+    assert len(receiver.inbox.intakes[1].page_ids) == 3
+    receiver.check()
+
+
+def test_another_salt_shares_nothing(world, transport):
+    receiver = world.receiver()
+    writer = world.writer(receiver, transport)
+    writer.hand_over(receiver, world.make_request("a", 8, salt="x"), [0, 1])
+    handoff = writer.hand_over(receiver, world.make_request("b", 8, salt="y"), [0, 1])
+    assert handoff.skip_pages == 0
+
+
+def test_hashes_that_are_not_of_the_tokens_are_denied(world, transport):
+    receiver = world.receiver()
+    writer = world.writer(receiver, transport)
+    foreign = receiver.pool.hash_prefix(range(100, 108))
+    with pytest.raises(HandoffDenied, match="prefix_hashes"):
+        writer.client.reserve(world.make_request(tokens=8), foreign).result(5)
+    receiver.finish()
+
+
+def test_denials_say_why_and_keep_nothing(world, transport):
+    receiver = world.receiver(num_pages=4)
+    writer = world.writer(receiver, transport)
+    with pytest.raises(HandoffDenied, match="needs 5 pages, the pool has 4"):
+        writer.client.reserve(world.make_request(tokens=17), []).result(5)
+    taken = receiver.pool.allocate(3)
+    with pytest.raises(HandoffDenied, match="out_of_pages: 2 pages wanted, 1 of 4"):
+        writer.client.reserve(world.make_request(tokens=5), []).result(5)
+    receiver.pool.release(taken)
+    receiver.inbox.deny = "draining"
+    with pytest.raises(HandoffDenied, match="draining"):
+        writer.client.reserve(world.make_request(tokens=5), []).result(5)
+    assert receiver.server.stats()["kv_handoffs_denied_total"] == 3
+    receiver.finish()
+
+
+def test_sealing_without_every_page_is_nacked(world, transport):
+    receiver = world.receiver()
+    writer = world.writer(receiver, transport)
+    request = world.make_request(tokens=10)
+    handoff = writer.client.reserve(request, []).result(5)
+    handoff.push(0, 0, [0, 1, 2])
+    handoff.push(2, 0, [0, 1, 2])
+    handoff.push(1, 1, [1, 2])
+    with pytest.raises(HandoffFailed, match="layer 1 lacks 1 of 3 pages"):
+        handoff.seal(world.first_token(request)).result(5)
+    handoff.detached.result(5)
+    world.wait_until(lambda: receiver.pool.ledger().free == 16)
+    assert not receiver.inbox.intakes
+
+
+def test_a_page_pushed_twice_breaks_the_handoff(world, transport):
+    receiver = world.receiver()
+    writer = world.writer(receiver, transport)
+    request = world.make_request(tokens=10)
+    handoff = writer.client.reserve(request, []).result(5)
+    handoff.push(0, 0, [0, 1, 2])
+    handoff.push(0, 2, [2])
+    with pytest.raises(HandoffFailed, match="written before"):
+        handoff.seal(world.first_token(request)).result(5)
+    world.wait_until(lambda: receiver.pool.ledger().free == 16)
+
+
+def test_the_first_token_must_be_of_this_request_and_epoch(world, transport):
+    receiver = world.receiver()
+    writer = world.writer(receiver, transport)
+    request = world.make_request(tokens=3)
+    handoff = writer.hand_over(receiver, request, [0], seal=False)
+    with pytest.raises(HandoffFailed, match="first token is of r epoch 9"):
+        handoff.seal(world.first_token(replace(request, epoch=9))).result(5)
+    world.wait_until(lambda: receiver.pool.ledger().free == 16)
+
+
+def test_a_listener_that_fails_costs_one_handoff(world, transport, caplog):
+    receiver = world.receiver()
+    writer = world.writer(receiver, transport)
+    receiver.inbox.explode = True
+    with pytest.raises(HandoffFailed, match="RuntimeError"):
+        writer.hand_over(receiver, world.make_request("a", 10), [0, 1, 2])
+    receiver.inbox.explode = False
+    writer.hand_over(receiver, world.make_request("a", 10), [0, 1, 2])  # not stale
+    receiver.check()
+    receiver.finish()
+
+
+def test_cancel_by_the_writer_gives_every_page_back(world, transport):
+    receiver = world.receiver()
+    writer = world.writer(receiver, transport)
+    request = world.make_request(tokens=10)
+    handoff = writer.hand_over(receiver, request, [0, 1, 2], seal=False)
+    handoff.cancel("client left").result(5)
+    with pytest.raises(HandoffFailed, match="cancelled: client left"):
+        handoff.seal(world.first_token(request)).result(5)
+    world.wait_until(lambda: receiver.pool.ledger().free == 16)
+    handoff.push(0, 0, [0])  # without effect
+    handoff.cancel("again").result(5)
+    writer.hand_over(receiver, world.make_request("b"), [0, 1, 2])  # the connection goes on
+
+
+def test_cancel_by_the_receiver_reaches_the_writer(world, transport):
+    receiver = world.receiver()
+    writer = world.writer(receiver, transport)
+    request = world.make_request(tokens=10, epoch=3)
+    handoff = writer.hand_over(receiver, request, [0, 1, 2], seal=False)
+    receiver.server.cancel("r", 2)  # an older epoch: not this one
+    assert receiver.pool.ledger().reserved == 3
+    receiver.server.cancel("r", 3)
+    with pytest.raises(HandoffFailed, match="cancelled by the receiver"):
+        handoff.seal(world.first_token(request)).result(5)
+    handoff.detached.result(5)
+    world.wait_until(lambda: receiver.pool.ledger().free == 16)
+    with pytest.raises(HandoffDenied, match="stale_epoch"):
+        writer.client.reserve(request, []).result(5)
+    assert not receiver.inbox.intakes
+
+
+def test_a_higher_epoch_supersedes_and_a_lower_one_is_stale(world, transport):
+    receiver = world.receiver()
+    writer, other = world.writer(receiver, transport), world.writer(receiver, "tcp")
+    old = world.make_request(tokens=10, epoch=1)
+    new = replace(old, epoch=2)
+    frozen = writer.hand_over(receiver, old, [0, 1, 2], seal=False)
+    with pytest.raises(HandoffDenied, match="duplicate"):
+        other.client.reserve(old, []).result(5)
+    other.hand_over(receiver, new, [5, 6, 7])
+    with pytest.raises(HandoffFailed, match="superseded"):
+        frozen.seal(world.first_token(old)).result(5)
+    with pytest.raises(HandoffDenied, match="stale_epoch"):
+        writer.client.reserve(old, []).result(5)
+    with pytest.raises(HandoffDenied, match="stale_epoch"):  # sealed: cannot come twice
+        other.client.reserve(new, []).result(5)
+    assert [intake.request.epoch for intake in receiver.inbox.intakes] == [2]
+    world.wait_until(lambda: receiver.pool.ledger().reserved == 0)
+    world.wait_until(lambda: receiver.pool.ledger().quarantined == 0)
+    receiver.check()
+
+
+def test_no_progress_breaks_the_handoff_but_renewals_keep_it(world, transport):
+    receiver = world.receiver(timeout_s=0.4)
+    writer = world.writer(receiver, transport)
+    request = world.make_request(tokens=10)
+    handoff = writer.client.reserve(request, []).result(5)
+    threading.Event().wait(1.0)  # computing: the client renews by itself
+    assert receiver.pool.ledger().reserved == 3
+    for layer in range(3):
+        handoff.push(layer, 0, [0, 1, 2])
+    handoff.seal(world.first_token(request)).result(5)
+
+
+def test_the_requests_ttl_ends_even_a_renewed_handoff(world, transport):
+    receiver = world.receiver()
+    writer = world.writer(receiver, transport)
+    request = replace(world.make_request(tokens=10), ttl_ms=200)
+    handoff = writer.client.reserve(request, []).result(5)
+    world.wait_until(lambda: receiver.pool.ledger().free == 16)
+    with pytest.raises(HandoffFailed, match="ttl"):
+        handoff.seal(world.first_token(request)).result(5)
+
+
+def test_a_lost_connection_fails_everything_and_frees_the_pages(world, transport):
+    receiver = world.receiver()
+    writer = world.writer(receiver, transport)
+    request = world.make_request(tokens=10)
+    handoff = writer.hand_over(receiver, request, [0, 1, 2], seal=False)
+    writer.client.close()
+    assert not writer.client.alive
+    handoff.detached.result(0)
+    with pytest.raises(HandoffFailed):
+        handoff.seal(world.first_token(request)).result(0)
+    with pytest.raises(HandoffFailed):
+        writer.client.reserve(request, []).result(0)
+    world.wait_until(lambda: receiver.pool.ledger().free == 16)
+
+
+def test_a_receiver_that_closes_fails_the_writers_futures(world, transport):
+    receiver = world.receiver()
+    writer = world.writer(receiver, transport)
+    request = world.make_request(tokens=10)
+    handoff = writer.hand_over(receiver, request, [0, 1, 2], seal=False)
+    receiver.server.close()
+    world.wait_until(lambda: not writer.client.alive)
+    with pytest.raises(HandoffFailed, match="connection lost"):
+        handoff.seal(world.first_token(request)).result(5)
+    handoff.detached.result(5)
+    assert receiver.pool.ledger().free == 16
+    world.wait_until(lambda: not any(t.name.startswith("handoff") for t in threading.enumerate()))
+
+
+def test_many_handoffs_at_once_keep_their_bytes_apart(world, transport):
+    receiver = world.receiver(num_pages=64)
+    writers = [world.writer(receiver, transport) for _ in range(3)]
+
+    def work(number, writer):
+        for turn in range(5):
+            request = world.make_request(f"{number}-{turn}", 10, salt=f"{number}-{turn}")
+            start = (number * 5 + turn) % 20
+            writer.hand_over(receiver, request, [start, start + 1, start + 2])
+
+    threads = [threading.Thread(target=work, args=item) for item in enumerate(writers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(receiver.inbox.intakes) == 15
+    for intake in receiver.inbox.intakes:
+        number, turn = map(int, intake.request.request_id.split("-"))
+        for index, page in enumerate(intake.page_ids):
+            wanted = world.pattern(1, (number * 5 + turn) % 20 + index)
+            assert receiver.page(1, page) == wanted
+    receiver.check()
+    receiver.finish()
+
+
+def test_a_bad_local_page_costs_one_handoff(world, transport, caplog):
+    receiver = world.receiver()
+    writer = world.writer(receiver, transport)
+    request = world.make_request("a", 10)
+    handoff = writer.client.reserve(request, []).result(5)
+    handoff.push(0, 0, [0, 99, 2])
+    with pytest.raises(HandoffFailed, match="cannot send: IndexError"):
+        handoff.seal(world.first_token(request)).result(5)
+    writer.hand_over(receiver, world.make_request("b", 10), [0, 1, 2])
+
+
+# --- who may connect
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"fingerprint": "other"}, "fingerprint: mine 'ffffffff', theirs 'other'"),
+        ({"cluster_key": "wrong"}, "cluster_key: mine (set)"),
+        ({"cluster_key": ""}, "cluster_key: mine (set)"),
+        ({"dtype": "bfloat16"}, "layout.dtype: mine 'float32', theirs 'bfloat16'"),
+        ({"page_size": 8}, "layout.page_size: mine 4, theirs 8"),
+        ({"head_dim": 8}, "layout.head_dim: mine 4, theirs 8"),
+    ],
+)
+def test_misfits_are_refused_by_name_on_both_sides(world, transport, change, named):
+    receiver = world.receiver()
+    identity = dict(change)
+    if not set(change) & {"fingerprint", "cluster_key"}:
+        identity = {"layout": replace(world.layout, **change)}
+    writer = world.writer(receiver, transport, connect=False, **identity)
+    with pytest.raises(HandoffRefused) as refusal:
+        writer.client.connect()
+    assert named in refusal.value.reason
+    world.wait_until(lambda: len(receiver.server.refusals) == 1)
+    assert named in receiver.server.refusals[0]
+    assert "'p-1'" in receiver.server.refusals[0]
+    assert "wrong" not in receiver.server.refusals[0]
+    assert receiver.server.stats()["refused"] == 1
+    assert not writer.client.alive
+
+
+def test_a_restarted_worker_on_the_same_address_is_not_taken_for_the_old_one(world, transport):
+    receiver = world.receiver()
+    receiver.record = replace(receiver.record, id="d-0")
+    writer = world.writer(receiver, transport, connect=False)
+    with pytest.raises(HandoffRefused, match="worker_id: expected 'd-0', theirs 'd-1'"):
+        writer.client.connect()
+
+
+def test_an_impostor_that_listens_without_the_key_gets_no_request(world, transport):
+    receiver = world.receiver(cluster_key="guessed")
+    writer = world.writer(receiver, transport, connect=False)
+    with pytest.raises(HandoffRefused, match="cluster_key"):
+        writer.client.connect()
+
+
+def test_a_named_transport_is_not_replaced(world):
+    record = world.receiver().record
+    assert choose_transport("auto", record) == "shm"
+    elsewhere = replace(record, host_id="another host")
+    assert choose_transport("auto", elsewhere) == "tcp"
+    with pytest.raises(HandoffRefused, match="shm needs one host"):
+        choose_transport("shm", elsewhere)
+    only_tcp = replace(record, addresses={"tcp": "h:1"})
+    with pytest.raises(HandoffRefused, match="offers tcp, not shm"):
+        choose_transport("shm", only_tcp)
+    with pytest.raises(ValueError, match="carrier"):
+        choose_transport("carrier pigeon", record)
+    assert host_id() == record.host_id
+
+
+def test_nobody_listening_is_a_failure_to_retry(world):
+    receiver = world.receiver()
+    receiver.server.close()
+    for transport in ("tcp", "shm"):
+        writer = world.writer(receiver, transport, connect=False)
+        with pytest.raises(HandoffFailed, match="cannot connect to d-1"):
+            writer.client.connect()
