@@ -14,7 +14,7 @@ PACKAGE_FILES := pyproject.toml constraints.txt $(wildcard setup.py)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help up test lint types clean
+.PHONY: help up test lint types bench clean
 
 help:
 	@echo 'make up     serve a model on this machine; Ctrl-C stops it'
@@ -22,6 +22,7 @@ help:
 	@echo 'make test   all tests, with real processes and the demo model'
 	@echo 'make lint   formatting and lint rules'
 	@echo 'make types  static types'
+	@echo 'make bench  Pageferry and transformers on the same requests; BENCH="--requests 32"'
 	@echo 'make clean  remove $(VENV), builds and caches (not the prepared models)'
 	@echo 'PYTHON=python3.12 chooses another interpreter (3.11 or later).'
 
@@ -39,6 +40,10 @@ lint: $(VENV)/.installed-dev
 
 types: $(VENV)/.installed-dev
 	@$(BIN)/mypy
+
+bench: $(VENV)/.installed
+	@$(BIN)/python -m pageferry.kernels.prepare
+	@$(BIN)/python benchmarks/compare.py $(BENCH)
 
 clean:
 	@rm -rf '$(VENV)' build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -5,9 +5,11 @@ Other threads talk to it through `inbox` only; it talks back through `emit` (eve
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -71,6 +73,8 @@ class Engine:
         self.scheduler = Scheduler(pool, limits)
         self.num_generated_tokens = 0
         self.num_prefilled_tokens = 0
+        self.num_cached_tokens = 0
+        self.step_seconds = 0.0
         self.num_steps = 0
         self._worker_id = worker_id
         self._runner = runner
@@ -107,6 +111,7 @@ class Engine:
                 self._idle()
 
     def _step(self, plan: StepPlan) -> None:
+        begun = time.monotonic()
         try:
             sampled = self._runner.execute([_chunk(work) for work in plan.work])
         except torch.AcceleratorError:
@@ -117,6 +122,7 @@ class Engine:
         self._failed_steps = 0
         self._checked_idle = False
         self.num_steps += 1
+        self.step_seconds += time.monotonic() - begun
         self._report(plan.work, sampled)
 
     def _report(self, work: Seq[Work], sampled: Seq[Sampled | None]) -> None:
@@ -125,10 +131,15 @@ class Engine:
         for item, token in zip(work, sampled, strict=True):
             sequence = item.sequence
             self.scheduler.advance(item)
-            if not item.samples:
+            if sequence.num_output_tokens == 0:
                 self.num_prefilled_tokens += item.num_tokens
+            if not item.samples:
                 continue
             assert token is not None
+            num_cached_tokens = 0
+            if sequence.num_output_tokens == sequence.request.num_output_tokens:
+                num_cached_tokens = sequence.num_cached_tokens
+                self.num_cached_tokens += num_cached_tokens
             event = token_event(
                 sequence.request,
                 token,
@@ -136,6 +147,7 @@ class Engine:
                 self.scheduler.limits.max_model_len,
                 self._worker_id,
             )
+            event = dataclasses.replace(event, num_cached_tokens=num_cached_tokens)
             events.append((sequence.request.gateway, event))
             if event.kind is Kind.TOKENS:
                 self.num_generated_tokens += 1

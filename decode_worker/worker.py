@@ -26,6 +26,7 @@ from pageferry.decode_worker.engine import (
     start_thread,
 )
 from pageferry.decode_worker.scheduler import Limits
+from pageferry.kvtransfer import metric_names as names
 from pageferry.kvtransfer.bus import TRANSIENT
 from pageferry.kvtransfer.handoff import Intake
 from pageferry.kvtransfer.handoff_server import HandoffServer, ServerOptions
@@ -61,7 +62,6 @@ class DecodeWorker:
             settings.watermark_pages,
         )
         self._engine = Engine(parts.worker_id, parts.pool, parts.runner, limits, self._bus.emit)
-        transports = ("shm", "tcp") if settings.transport == "auto" else (settings.transport,)
         self._server = HandoffServer(
             parts.identity,
             parts.pool,
@@ -71,7 +71,7 @@ class DecodeWorker:
                 bind=settings.bind,
                 port=settings.handoff_port,
                 advertise=settings.advertise,
-                transports=transports,
+                transports=parts.transports,
                 timeout_s=settings.handoff_timeout_s,
             ),
         )
@@ -84,9 +84,11 @@ class DecodeWorker:
         thread = start_thread(self._engine, self._engine_failed)
         await self._bus.start()
         intake = asyncio.create_task(forever("local prefill queue", self._take_local))
+        health = asyncio.create_task(self._parts.watch_health())
         await self._stop.wait()
         await self._drain()
         intake.cancel()
+        health.cancel()
         self._engine.inbox.put(Stop())
         await asyncio.to_thread(thread.join, 5)
         await asyncio.to_thread(self._server.close)
@@ -115,6 +117,8 @@ class DecodeWorker:
     def admit(self, request: Request, num_pages: int) -> str:
         if self._state != "ready":
             return self._state
+        if self._parts.blocked:
+            return self._parts.blocked
         if self._engine.num_running + self._engine.num_waiting >= self._settings.max_num_seqs:
             return "max_num_seqs reached"
         ledger = self._parts.pool.ledger()
@@ -146,10 +150,13 @@ class DecodeWorker:
         engine, server = self._engine, self._server
         stats = {
             **server.stats(),
-            "generation_tokens_total": engine.num_generated_tokens,
-            "prompt_tokens_total": engine.num_prefilled_tokens,
-            "num_preemptions_total": engine.scheduler.num_preemptions,
-            "num_steps_total": engine.num_steps,
+            **self._parts.health.last.figures,
+            names.WORKER_GENERATION_TOKENS: engine.num_generated_tokens,
+            names.WORKER_PROMPT_TOKENS: engine.num_prefilled_tokens,
+            names.WORKER_CACHED_TOKENS: engine.num_cached_tokens,
+            names.NUM_PREEMPTIONS: engine.scheduler.num_preemptions,
+            names.STEPS: engine.num_steps,
+            names.STEP_SECONDS: engine.step_seconds,
         }
         return dataclasses.replace(
             self._parts.record(self._state),

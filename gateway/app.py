@@ -35,6 +35,7 @@ from pageferry.gateway.web_errors import JsonRunner, add_request_id, errors_as_j
 from pageferry.kvtransfer.bus import TRANSIENT, connect
 from pageferry.kvtransfer.keys import Keys
 from pageferry.kvtransfer.settings import GatewaySettings
+from pageferry.kvtransfer.tasks import end_tasks
 
 log = logging.getLogger(__name__)
 
@@ -166,9 +167,7 @@ class Gateway:
                 await self.outbox.flushed()
         except TimeoutError:
             log.warning("Redis did not take the last cancels")
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
         await self._leave()
         await self._close_clients()
         self._threads.shutdown(wait=False, cancel_futures=True)

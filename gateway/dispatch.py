@@ -35,7 +35,9 @@ log = logging.getLogger(__name__)
 SUBMIT_TIMEOUT_S = 1.5
 """How long a new call waits for Redis before it is refused with 503."""
 MAX_DEATHS = 3
-"""Deaths of workers under one request after which the request is taken to be the cause."""
+"""Deaths or failures of workers after which their request is taken to be the cause."""
+FAILURE_CODES = ("step_failed", "internal_error", "handoff_failed")
+"""REQUEUE codes that may be the request's own fault; they count like deaths."""
 MAX_PAUSE_S = 2.0
 MAX_CONTROL_ENTRIES = 10_000
 MAX_DEAD_LETTERS = 1_000
@@ -132,7 +134,8 @@ class Dispatcher:
         if verdict is Verdict.GAP:
             self.resubmit(generation, "gap")
         elif verdict is Verdict.REQUEUE:
-            self.resubmit(generation, "requeue")
+            failed = event.code in FAILURE_CODES
+            self.resubmit(generation, "worker_failure" if failed else "requeue")
         elif verdict is Verdict.ERROR:
             status = WORKER_ERROR_STATUS.get(event.code, 500)
             kind = "invalid_request_error" if status == 400 else "server_error"
@@ -219,7 +222,7 @@ class Dispatcher:
             "resubmit id=%s cause=%s worker=%s epoch=%d tokens=%d",
             generation.id, cause, holder or "-", generation.epoch, len(generation.tokens),
         )  # fmt: skip
-        if cause == "worker_death":
+        if cause in ("worker_death", "worker_failure"):
             generation.deaths += 1
             if generation.deaths >= MAX_DEATHS:
                 self._give_up(generation)
@@ -252,7 +255,7 @@ class Dispatcher:
             "XADD", self._keys.dead, "MAXLEN", "~", MAX_DEAD_LETTERS, "*", FIELD, pack(letter),
         )  # fmt: skip
         self._outbox.put(Job([add], keep=True))
-        text = f"{MAX_DEATHS} workers died while they had this request; it is not tried again."
+        text = f"{MAX_DEATHS} workers died or failed with this request; it is not tried again."
         self.end(generation, "error", ApiError(500, text, "server_error", "request_failed"))
 
     def _recall(self, generation: Generation) -> None:

@@ -46,6 +46,10 @@ class PageStore(Protocol):
         """The views of this thread's last `landing` call are filled: put them into the pages."""
         ...
 
+    def mark_ready(self, layer: int) -> None:
+        """The computing thread has launched all stores of this layer: `gather` waits for them."""
+        ...
+
 
 def adjacent_runs(pages: Sequence[int]) -> list[tuple[int, int]]:
     """`pages` as (first page, count), merging neighbours that ascend by one."""
@@ -141,6 +145,9 @@ class PoolMemory:
 
     def land(self, layer: int, pages: Sequence[int]) -> None:
         """Nothing to do: `landing` views are the pages themselves."""
+
+    def mark_ready(self, layer: int) -> None:
+        """Nothing to wait for: a CPU's stores are done when the layer is."""
 
     def close(self) -> None:
         """Let go of the memory; harmless when repeated.

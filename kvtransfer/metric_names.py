@@ -8,6 +8,8 @@ series is bounded by the number of live workers.
 
 from __future__ import annotations
 
+from pageferry.kvtransfer.device_health import STATS as DEVICE_STATS
+
 PREFIX = "pageferry:"
 
 MODEL_LABEL = "model_name"
@@ -112,8 +114,6 @@ STEPS = "steps_total"
 STEP_SECONDS = "step_seconds_total"
 PREFILL_INFLIGHT = "num_prefill_inflight_queue_reqs"
 DECODE_TRANSFER_QUEUE = "num_decode_transfer_queue_reqs"
-MEMORY_USED_BYTES = "memory_used_bytes"
-MEMORY_TOTAL_BYTES = "memory_total_bytes"
 
 WORKER_STATS: dict[str, str] = {
     NUM_PREEMPTIONS: "Sequences preempted because pages ran out.",
@@ -131,7 +131,11 @@ WORKER_STATS: dict[str, str] = {
     STEP_SECONDS: "Seconds spent in steps.",
     PREFILL_INFLIGHT: "Requests claimed and not yet handed over.",
     DECODE_TRANSFER_QUEUE: "Handoffs granted and not yet committed.",
-    MEMORY_USED_BYTES: "Memory in use on the worker's device or host.",
-    MEMORY_TOTAL_BYTES: "Memory of the worker's device or host.",
+    "gb_per_s_shm": "KV gigabytes (1e9 bytes) per second while pages went over shared memory.",
+    "gb_per_s_tcp": "KV gigabytes (1e9 bytes) per second while pages went over TCP.",
+    "late_messages": "Messages for handoffs that had ended; ignored.",
+    "digest_failures": "Page messages whose bytes did not match their digest; refused.",
+    "refused": "Connections refused in HELLO.",
+    **DEVICE_STATS,
 }
 """Keys of `WorkerRecord.stats` -> help. Names that end in `_total` are shown as counters."""

@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 import uvloop
 
 from pageferry.kernels.config import UnsupportedModel
+from pageferry.kernels.devices import DeviceError
 from pageferry.kernels.weights import BadCheckpoint
 from pageferry.kvtransfer.bus import TRANSIENT
 from pageferry.kvtransfer.logs import configure
@@ -19,7 +20,7 @@ from pageferry.kvtransfer.worker_setup import WorkerParts, build
 
 S = TypeVar("S", bound=WorkerSettings)
 
-MISTAKES = (SettingsError, ModelNotFound, UnsupportedModel, BadCheckpoint)
+MISTAKES = (SettingsError, DeviceError, ModelNotFound, UnsupportedModel, BadCheckpoint)
 """What the operator can mend: one sentence and exit code 2, no traceback."""
 
 
@@ -45,7 +46,7 @@ def main(role: str, settings_class: type[S], create: Callable[[WorkerParts, S], 
         parts.memory.num_pages,
         parts.memory.layout.page_size,
         parts.max_model_len,
-        parts.memory_source,
+        parts.health.source,
     )
 
     async def life() -> None:

@@ -5,6 +5,7 @@ A torch module: only workers import it.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import os
 import socket
@@ -13,21 +14,26 @@ from dataclasses import dataclass
 
 import torch
 
+from pageferry.kernels.config import ModelConfig
 from pageferry.kernels.devices import pick_device, pick_dtype, pin_cores
 from pageferry.kernels.model import Decoder, load_model
 from pageferry.kernels.runner import ModelRunner
+from pageferry.kvtransfer.cuda_store import TensorStore
+from pageferry.kvtransfer.device_health import Cuda, HealthMonitor
 from pageferry.kvtransfer.handoff import Identity, host_id
 from pageferry.kvtransfer.host_memory import available_bytes
 from pageferry.kvtransfer.keys import Keys
 from pageferry.kvtransfer.layout import KVLayout
-from pageferry.kvtransfer.memory import PoolMemory
+from pageferry.kvtransfer.memory import PageStore, PoolMemory
 from pageferry.kvtransfer.model_files import resolve_model_dir, served_name
+from pageferry.kvtransfer.nvml_devices import CudaId
 from pageferry.kvtransfer.pool import PagePool
 from pageferry.kvtransfer.settings import SettingsError, WorkerSettings
 from pageferry.kvtransfer.wire import WorkerRecord
 
 MAX_DEFAULT_KV_MIB = 1024
 MIN_PAGES = 4
+HEALTH_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -40,10 +46,10 @@ class WorkerParts:
     keys: Keys
     model: Decoder
     pool: PagePool
-    memory: PoolMemory
+    memory: PageStore
     runner: ModelRunner
     max_model_len: int
-    memory_source: str
+    health: HealthMonitor
 
     @property
     def identity(self) -> Identity:
@@ -56,8 +62,29 @@ class WorkerParts:
             cluster_key=self.settings.cluster_key,
         )
 
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """What this worker can offer: shared memory only where the pool lies in it."""
+        if self.settings.transport != "auto":
+            return (self.settings.transport,)
+        return ("shm", "tcp") if isinstance(self.memory, PoolMemory) else ("tcp",)
+
+    @property
+    def blocked(self) -> str:
+        """Why the device should get no more work; "" when it may."""
+        last = self.health.last
+        return f"device: {last.reason}" if last.verdict in ("stop", "unhealthy") else ""
+
+    async def watch_health(self) -> None:
+        """Poll the device for ever; cancel to end. NVML calls may block, so in a thread."""
+        while True:
+            await asyncio.to_thread(self.health.poll)
+            await asyncio.sleep(HEALTH_INTERVAL_S)
+
     def record(self, state: str) -> WorkerRecord:
         """The registry record with everything that is known without the engine."""
+        if state == "ready" and self.health.last.verdict == "unhealthy":
+            state = "unhealthy"
         return WorkerRecord(
             id=self.worker_id,
             role=self.role,
@@ -70,7 +97,7 @@ class WorkerParts:
             ledger=self.pool.ledger(),
             max_model_len=self.max_model_len,
             host_id=host_id(),
-            memory_source=self.memory_source,
+            memory_source=self.health.source,
             version=importlib.metadata.version("pageferry"),
         )
 
@@ -78,18 +105,21 @@ class WorkerParts:
 def build(role: str, settings: WorkerSettings) -> WorkerParts:
     """Pin cores, load the model, allocate the pool.
 
-    Raises `SettingsError`, `ModelNotFound`, `UnsupportedModel` or `BadCheckpoint`, each with one
-    sentence for the operator.
+    Raises `SettingsError`, `DeviceError`, `ModelNotFound`, `UnsupportedModel` or `BadCheckpoint`,
+    each with one sentence for the operator.
     """
     check(settings)
     pin_cores(settings.cores)
     device = pick_device(settings.device)
     dtype = pick_dtype(settings.dtype, device)
-    if device.type != "cpu":
+    if settings.transport == "shm" and device.type != "cpu":
         raise SettingsError(
-            "--device cuda: page pools in GPU memory are not built yet; use --device cpu"
+            f"--transport shm: the pool of {device} is not in shared memory; use tcp"
         )
-    model = load_model(resolve_model_dir(settings.model), device, dtype)
+    path = resolve_model_dir(settings.model)
+    native = ModelConfig.from_dir(path).max_position_embeddings
+    longest = min(settings.max_model_len or native, native)
+    model = load_model(path, device, dtype, max_positions=longest)
     config = model.config
     layout = KVLayout(
         dtype=str(dtype).removeprefix("torch."),
@@ -98,21 +128,8 @@ def build(role: str, settings: WorkerSettings) -> WorkerParts:
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
     )
-    free, source = available_bytes()
-    memory = PoolMemory.create(layout, _num_pages(settings, layout, free))
-    shape = (
-        layout.num_layers,
-        memory.num_pages,
-        2,
-        layout.num_kv_heads,
-        layout.page_size,
-        layout.head_dim,
-    )
-    kv = torch.frombuffer(memory.buffer, dtype=dtype).view(shape)
+    kv, memory = _allocate(settings, layout, device)
     namespace = f"{model.fingerprint}:{layout}".encode()
-    longest = min(
-        settings.max_model_len or config.max_position_embeddings, config.max_position_embeddings
-    )
     return WorkerParts(
         worker_id=f"{settings.name or role}-{uuid.uuid4().hex[:8]}",
         role=role,
@@ -125,7 +142,48 @@ def build(role: str, settings: WorkerSettings) -> WorkerParts:
         memory=memory,
         runner=ModelRunner(model, kv, layout.page_size),
         max_model_len=min(longest, memory.num_pages * layout.page_size),
-        memory_source=source,
+        health=HealthMonitor.create(str(device), cuda=_lend(device)),
+    )
+
+
+def _allocate(
+    settings: WorkerSettings, layout: KVLayout, device: torch.device
+) -> tuple[torch.Tensor, PageStore]:
+    """The pool as a tensor of KVLayout's shape, and the same bytes as the handoff sees them.
+
+    On a CPU they lie in shared memory, on a GPU in its own memory, reached through staging.
+    """
+    if device.type == "cpu":
+        free, _ = available_bytes()
+        budget = min(free // 10, MAX_DEFAULT_KV_MIB << 20)
+    else:
+        free, total = torch.cuda.mem_get_info(device)
+        budget = int(free - (1 - settings.gpu_memory_fraction) * total)
+    num_pages = _num_pages(settings, layout, budget, free)
+    shape = (
+        layout.num_layers,
+        num_pages,
+        2,
+        layout.num_kv_heads,
+        layout.page_size,
+        layout.head_dim,
+    )
+    dtype = getattr(torch, layout.dtype)
+    if device.type == "cpu":
+        memory = PoolMemory.create(layout, num_pages)
+        return torch.frombuffer(memory.buffer, dtype=dtype).view(shape), memory
+    kv = torch.zeros(shape, dtype=dtype, device=device)
+    return kv, TensorStore(kv, layout)
+
+
+def _lend(device: torch.device) -> Cuda | None:
+    """What the health monitor may ask of torch about a GPU."""
+    if device.type == "cpu":
+        return None
+    return Cuda(
+        CudaId(uuid=str(torch.cuda.get_device_properties(device).uuid)),
+        lambda: torch.cuda.mem_get_info(device),
+        lambda: torch.cuda.memory_reserved(device),
     )
 
 
@@ -146,10 +204,11 @@ def check(settings: WorkerSettings) -> None:
         raise SettingsError(f"--page-size {settings.page_size}: expected a multiple of 8")
 
 
-def _num_pages(settings: WorkerSettings, layout: KVLayout, free_bytes: int) -> int:
-    wanted = settings.kv_memory_mib << 20
-    if not wanted:
-        wanted = min(free_bytes // 10, MAX_DEFAULT_KV_MIB << 20)
+def _num_pages(
+    settings: WorkerSettings, layout: KVLayout, budget_bytes: int, free_bytes: int
+) -> int:
+    """Pages of the pool: as set, else what `budget_bytes` holds; never more than is free."""
+    wanted = (settings.kv_memory_mib << 20) or budget_bytes
     pages = settings.num_pages or wanted // layout.bytes_per_page
     if pages < MIN_PAGES:
         raise SettingsError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
@@ -43,14 +44,23 @@ class Limits:
 class Engine:
     """Computes prompts into pages. `compute` and `withdraw` are its interface, from any thread."""
 
-    def __init__(self, worker_id: str, pool: PagePool, runner: ModelRunner, limits: Limits) -> None:
+    def __init__(
+        self,
+        worker_id: str,
+        pool: PagePool,
+        runner: ModelRunner,
+        limits: Limits,
+        mark_ready: Callable[[int], None],
+    ) -> None:
         self.scheduler = Scheduler(pool, limits.max_num_batched_tokens, limits.max_num_seqs)
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_steps = 0
+        self.step_seconds = 0.0
         self._worker_id = worker_id
         self._runner = runner
         self._limits = limits
+        self._mark_ready = mark_ready
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._results: dict[Job, Future[Event]] = {}
         self._stopping = False
@@ -98,12 +108,14 @@ class Engine:
                 self._idle()
 
     def _step(self, work: list[Work]) -> None:
+        begun = time.monotonic()
         for item in work:
             if item.job.num_pushed_pages == 0 and item.job.num_cached_tokens:
                 self._push_cached(item.job)
         ready = [(item, self._finished_pages(item)) for item in work]
 
         def push_layer(layer: int) -> None:
+            self._mark_ready(layer)
             for item, (first, end) in ready:
                 if end > first and item.job.handoff is not None:
                     item.job.handoff.push(layer, first, item.job.page_ids[first:end])
@@ -118,6 +130,7 @@ class Engine:
         self._failed_steps = 0
         self._checked_idle = False
         self.num_steps += 1
+        self.step_seconds += time.monotonic() - begun
         for (item, (_, end)), token in zip(ready, sampled, strict=True):
             self.num_prompt_tokens += item.num_tokens
             item.job.num_pushed_pages = max(end, item.job.num_pushed_pages)

@@ -15,7 +15,7 @@ from pageferry.kvtransfer.bus import Client, list_workers
 from pageferry.kvtransfer.handoff import HandoffDenied, HandoffFailed, HandoffRefused, Identity
 from pageferry.kvtransfer.handoff_client import ClientOptions, Handoff, HandoffClient
 from pageferry.kvtransfer.keys import Keys
-from pageferry.kvtransfer.memory import PoolMemory
+from pageferry.kvtransfer.memory import PageStore
 from pageferry.kvtransfer.wire import WorkerRecord
 from pageferry.prefill_worker.job import Job
 
@@ -45,7 +45,7 @@ class Ferry:
     """Chooses decode workers and books pages there. Event loop only."""
 
     def __init__(
-        self, identity: Identity, memory: PoolMemory, keys: Keys, options: ClientOptions
+        self, identity: Identity, memory: PageStore, keys: Keys, options: ClientOptions
     ) -> None:
         self.peers: dict[str, Peer] = {}
         self.refusals: collections.deque[str] = collections.deque(maxlen=MAX_REFUSALS)

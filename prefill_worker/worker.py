@@ -24,6 +24,7 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
+from pageferry.kvtransfer import metric_names as names
 from pageferry.kvtransfer.bus import TRANSIENT, ensure_groups
 from pageferry.kvtransfer.handoff import HandoffFailed
 from pageferry.kvtransfer.handoff_client import ClientOptions
@@ -74,12 +75,15 @@ class PrefillWorker:
             parts.max_model_len,
             parts.memory.layout.num_layers,
         )
-        self._engine = Engine(parts.worker_id, parts.pool, parts.runner, limits)
+        self._engine = Engine(
+            parts.worker_id, parts.pool, parts.runner, limits, parts.memory.mark_ready
+        )
+        transport = settings.transport if len(parts.transports) > 1 else parts.transports[0]
         self._ferry = Ferry(
             parts.identity,
             parts.memory,
             parts.keys,
-            ClientOptions(transport=settings.transport, timeout_s=settings.handoff_timeout_s),
+            ClientOptions(transport=transport, timeout_s=settings.handoff_timeout_s),
         )
 
     async def run(self) -> None:
@@ -90,8 +94,10 @@ class PrefillWorker:
         await self._bus.start()
         follow = asyncio.create_task(forever("registry", self._follow))
         claim = asyncio.create_task(forever("prefill queues", self._claim))
+        health = asyncio.create_task(self._parts.watch_health())
         await self._stop.wait()
         claim.cancel()
+        health.cancel()
         await self._drain()
         follow.cancel()
         self._engine.stop()
@@ -138,7 +144,7 @@ class PrefillWorker:
         return self._settings.max_inflight_handoffs - len(self._jobs)
 
     async def _claim(self) -> None:
-        if self._room <= 0 or not self._ferry.has_room:
+        if self._room <= 0 or not self._ferry.has_room or self._parts.blocked:
             await asyncio.sleep(NO_ROOM_PAUSE_S)
             return
         try:
@@ -336,9 +342,11 @@ class PrefillWorker:
             refusals=tuple(self._ferry.refusals),
             stats={
                 **self._ferry.stats(),
-                "prompt_tokens_total": engine.num_prompt_tokens,
-                "prefix_cache_hits_total": engine.num_cached_tokens,
-                "num_steps_total": engine.num_steps,
-                "num_inflight_handoffs": len(self._jobs),
+                **self._parts.health.last.figures,
+                names.WORKER_PROMPT_TOKENS: engine.num_prompt_tokens,
+                names.WORKER_CACHED_TOKENS: engine.num_cached_tokens,
+                names.STEPS: engine.num_steps,
+                names.STEP_SECONDS: engine.step_seconds,
+                names.PREFILL_INFLIGHT: len(self._jobs),
             },
         )

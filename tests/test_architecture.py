@@ -80,12 +80,12 @@ def test_folder_imports_only_what_the_table_allows(folder):
     assert {name: extra for name, extra in found.items() if extra} == {}
 
 
-TORCH_MODULES = {"worker_main.py", "worker_setup.py"}
+TORCH_MODULES = {"cuda_store.py", "worker_main.py", "worker_setup.py"}
 """The modules of kvtransfer that only workers may import."""
 
 
 def test_kvtransfer_is_torch_free_but_for_the_named_modules():
-    assert {p.name for p in sources("kvtransfer") if not is_torch_free(p)} == TORCH_MODULES
+    assert {p.name for p in sources("kvtransfer") if not is_torch_free(p)} <= TORCH_MODULES
 
 
 @pytest.mark.parametrize("folder", ["gateway", "compose"])

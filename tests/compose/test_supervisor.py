@@ -16,6 +16,12 @@ from pageferry.compose import supervisor as module
 from pageferry.compose.supervisor import Supervisor, describe_exit
 
 SLEEPER = "import time; print('up'); time.sleep(60)"
+POLITE = (
+    "import signal, sys, time\n"
+    "signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('bye')))\n"
+    "print('up')\n"
+    "time.sleep(60)\n"
+)
 STUBBORN = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up'); "
     "time.sleep(60)"
@@ -128,13 +134,14 @@ async def test_death_of_a_child_that_cannot_be_restarted_ends_the_run(
 
 
 async def test_stop_terminates_then_kills(supervisor, shown, python_program, eventually, alive):
-    await supervisor.start(python_program("polite", SLEEPER))
+    await supervisor.start(python_program("polite", POLITE))
     await supervisor.start(python_program("stubborn", STUBBORN))
     await eventually(lambda: len(shown) == 2)
     pids = [supervisor.pid("polite"), supervisor.pid("stubborn")]
     started = time.monotonic()
     await supervisor.stop(grace_s=0.5)
     assert time.monotonic() - started >= 0.5
+    assert "[polite] bye" in shown
     assert not any(alive(pid) for pid in pids)
     assert supervisor.names == []
 

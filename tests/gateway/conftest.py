@@ -27,6 +27,7 @@ from pageferry.kvtransfer.bus import connect, ensure_groups, publish_worker, ret
 from pageferry.kvtransfer.keys import FIELD, PREFILL_GROUP, Keys
 from pageferry.kvtransfer.layout import KVLayout
 from pageferry.kvtransfer.settings import GatewaySettings
+from pageferry.kvtransfer.tasks import end_tasks
 from pageferry.kvtransfer.wire import (
     Event,
     Kind,
@@ -138,10 +139,7 @@ class FakeWorker:
     async def die(self) -> None:
         """As kill -9: no goodbye; the lease lapses."""
         self.dead = True
-        tasks = [*self._tasks, *self.active.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks([*self._tasks, *self.active.values()])
         self.active.clear()
 
     async def retire(self) -> None:
@@ -204,7 +202,7 @@ class FakeWorker:
                 reply = await self.client.xreadgroup(
                     PREFILL_GROUP,
                     self.id,
-                    {queue: ">" for queue in self.keys.prefill_queues},
+                    dict.fromkeys(self.keys.prefill_queues, ">"),
                     count=8,
                     block=50,
                 )
@@ -253,7 +251,7 @@ class FakeWorker:
                 await asyncio.sleep(0.05)
                 reply = []
             for _, entries in reply or ():
-                for last, fields in entries:  # noqa: B007
+                for last, fields in entries:
                     request = Request.from_dict(unpack(fields[FIELD]))
                     await self.client.xdel(queue, last)
                     await self.emit(request, kind=Kind.OWNED)
@@ -370,9 +368,9 @@ class Cluster:
             text = await reply.text()
         for line in text.splitlines():
             series, _, value = line.rpartition(" ")
-            if series.startswith(f"pageferry:{name}{{"):
-                if all(f'{k}="{v}"' in series for k, v in labels.items()):
-                    return float(value)
+            wanted = series.startswith(f"pageferry:{name}{{")
+            if wanted and all(f'{k}="{v}"' in series for k, v in labels.items()):
+                return float(value)
         return 0.0
 
     async def close(self) -> None:

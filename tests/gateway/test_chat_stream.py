@@ -1,4 +1,4 @@
-"""Chat and SSE: shapes of chunks, when headers go out, keepalives, errors, slow and lost clients."""
+"""Chat and SSE: chunks, when headers go out, keepalives, errors, slow and lost clients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ async def test_chat_fills_the_context_by_default(service: Cluster) -> None:
     assert status == 200
     assert body["choices"][0]["finish_reason"] == "stop"
     assert body["usage"]["completion_tokens"] == 3 * body["usage"]["prompt_tokens"] + 1
-    assert service.workers[1].claimed[0].sampling.max_tokens == 4096 - body["usage"]["prompt_tokens"]
+    room = 4096 - body["usage"]["prompt_tokens"]
+    assert service.workers[1].claimed[0].sampling.max_tokens == room
 
 
 async def test_chunks(service: Cluster) -> None:
@@ -118,7 +119,6 @@ async def test_error_before_the_first_token_is_an_http_error(service: Cluster) -
     assert (status, body["error"]["code"]) == (404, "model_not_found")
     service.workers[1].prefill_s = 30
     gateway = service.gateways[0]
-    gateway._kitchen.settings.__class__  # The deadline is shortened below, per generation.
     call = asyncio.create_task(service.post(CHAT, messages=MESSAGES, stream=True))
     await service.until(service.generations)
     service.generations()[0].deadline = 0

@@ -243,11 +243,12 @@ CASES: dict[str, Callable[[], Any]] = {
     ),
 }
 for _kind, _setup in (("prefill", PREFILL), ("continued", CONTINUED), ("decode", DECODE)):
-    for _dim in (16, 64, 72, 80, 96, 112, 128, 256):
+    _brief = _setup is CONTINUED  # the interpreter is slow, and this is the prefill kernel again
+    for _dim in (64, 80) if _brief else (16, 64, 72, 80, 96, 112, 128, 256):
         CASES[f"{_kind}-dim{_dim}"] = partial(check, replace(_setup, head_dim=_dim))
     for _size in (8, 32):
         CASES[f"{_kind}-page{_size}"] = partial(check, replace(_setup, page_size=_size))
-    for _group in (1, 4, 8, 17):
+    for _group in (1, 8) if _brief else (1, 4, 8, 17):
         CASES[f"{_kind}-group{_group}"] = partial(check, replace(_setup, group=_group))
     for _window in (1, 20, 64, 1000):
         CASES[f"{_kind}-window{_window}"] = partial(check, replace(_setup, window=_window))
