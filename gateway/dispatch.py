@@ -70,6 +70,8 @@ class Dispatcher:
         self._fleet = fleet
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
+        self._decode_seen = self._loop.time()
+        """When some decode worker was last ready."""
 
     # --- what handlers call ----------------------------------------------------------------
 
@@ -189,6 +191,10 @@ class Dispatcher:
         """Enforce deadlines; give parked generations another chance; resubmit silent suspects."""
         now = self._loop.time()
         silence = 2 * self._settings.lease_s + 1
+        if self._fleet.has_decode:
+            self._decode_seen = now
+        elif now - self._decode_seen > self._settings.worker_wait_s:
+            self._end_hopeless()
         for generation in list(self.generations.values()):
             if now >= generation.deadline and generation.active:
                 seconds = self._settings.request_timeout_s
@@ -197,6 +203,13 @@ class Dispatcher:
                 self.end(generation, "error", error)
             elif generation.active and now - (generation.suspect_since or now) > silence:
                 self.resubmit(generation, "lost")
+
+    def _end_hopeless(self) -> None:
+        """No decode worker for too long: whoever waits is told, instead of at the deadline."""
+        for generation in list(self.generations.values()):
+            if generation.active:
+                error = unavailable(self._fleet.why_not_ready(), "no_decode_worker", 2)
+                self.end(generation, "error", error)
 
     def reroute(self) -> None:
         """After a look at the registry: move what lies where nobody will fetch it."""

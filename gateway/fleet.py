@@ -28,7 +28,13 @@ class Fleet:
 
     @property
     def has_prefill(self) -> bool:
-        return any(r.role == "prefill" and r.state == "ready" for r in self.records.values())
+        """Some ready prefill worker fits some ready decode worker: same weights, same layout."""
+        decoders = self.ready("decode")
+        return any(
+            p.fingerprint == d.fingerprint and p.layout == d.layout
+            for p in self.ready("prefill")
+            for d in decoders
+        )
 
     @property
     def has_decode(self) -> bool:

@@ -10,7 +10,8 @@ How a context is split depends on its own length alone (`split_of`), not on the 
 result is bitwise the same whoever its neighbours are and however the batch is padded. A split has
 at least SPLIT_KEYS keys, which keeps the partial results (fp32, GROUP * head_dim) at or below
 GROUP / SPLIT_KEYS of the bytes of K and V read (16 bits). Longer contexts get longer splits, at
-most MAX_SPLITS of them: the workspace is at most MAX_SPLITS * 4 * (head_dim + 2) bytes per row and head.
+most MAX_SPLITS of them: the workspace is at most MAX_SPLITS * 4 * (head_dim + 2) bytes per row
+and head.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def launch_config(
     if not 1 <= shape.head_dim <= MAX_HEAD_DIM:
         raise ValueError(
             f"head_dim {shape.head_dim} is outside 1..{MAX_HEAD_DIM}, which the Triton attention "
-            "kernels cover; run this model with the reference backend"
+            "kernels cover; run this model on the CPU"
         )
     block_d = max(16, next_power_of_2(shape.head_dim))
     if phase == "prefill":
@@ -110,7 +110,7 @@ def _smaller(config: AttentionConfig, least_rows: int, shape: AttentionShape) ->
         return replace(config, num_stages=1)
     raise ValueError(
         f"no attention tile for {shape} fits this card's shared memory; serve the model in 16 bits "
-        "or run it with the reference backend"
+        "or run it on the CPU"
     )
 
 

@@ -63,6 +63,11 @@ class GatewaySettings(CommonSettings):
     request_timeout_s: float = setting(
         600.0, "Seconds after which an unfinished request ends with an error and is cancelled."
     )
+    worker_wait_s: float = setting(
+        15.0,
+        "Seconds that accepted requests wait for a decode worker when none is left; after that "
+        "they end with 503 (or an error event once streaming).",
+    )
     keepalive_s: float = setting(
         10.0, "Seconds of silence after which a streaming client gets an SSE comment."
     )

@@ -23,7 +23,13 @@ from tokenizers import Tokenizer as Backend
 from pageferry.gateway.app import Gateway
 from pageferry.gateway.requests import Generation
 from pageferry.gateway.text import Tokenizer
-from pageferry.kvtransfer.bus import connect, ensure_groups, publish_worker, retire_worker
+from pageferry.kvtransfer.bus import (
+    TRANSIENT,
+    connect,
+    ensure_groups,
+    publish_worker,
+    retire_worker,
+)
 from pageferry.kvtransfer.keys import FIELD, PREFILL_GROUP, Keys
 from pageferry.kvtransfer.layout import KVLayout
 from pageferry.kvtransfer.settings import GatewaySettings
@@ -160,7 +166,7 @@ class FakeWorker:
                 try:
                     await self.client.xadd(stream, {FIELD: pack_events([each])})
                     break
-                except OSError:
+                except TRANSIENT:
                     await asyncio.sleep(0.05)
 
     async def _patiently(self, loop: AsyncIterator[None]) -> None:
@@ -170,7 +176,7 @@ class FakeWorker:
 
     async def _heartbeat(self) -> AsyncIterator[None]:
         while True:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(*TRANSIENT):
                 await self.publish()
             await asyncio.sleep(LEASE_S / 3)
             yield
@@ -180,7 +186,7 @@ class FakeWorker:
         while True:
             try:
                 reply = await self.client.xread({self.keys.control: last}, block=100)
-            except OSError:
+            except TRANSIENT:
                 await asyncio.sleep(0.05)
                 reply = []
             for _, entries in reply or ():
@@ -206,9 +212,9 @@ class FakeWorker:
                     count=8,
                     block=50,
                 )
-            except Exception:
+            except TRANSIENT:
                 await asyncio.sleep(0.05)
-                with contextlib.suppress(Exception):
+                with contextlib.suppress(*TRANSIENT):
                     await ensure_groups(self.client, self.keys)
                 reply = []
             for queue, entries in reply or ():
@@ -247,7 +253,7 @@ class FakeWorker:
         while True:
             try:
                 reply = await self.client.xread({queue: last}, block=50)
-            except OSError:
+            except TRANSIENT:
                 await asyncio.sleep(0.05)
                 reply = []
             for _, entries in reply or ():

@@ -6,6 +6,7 @@ import pickle
 import random
 import socket
 import struct
+import time
 
 import msgpack
 import pytest
@@ -34,6 +35,7 @@ from pageferry.kvtransfer.frames import (
     parse_header,
 )
 from pageferry.kvtransfer.handoff import digest_of
+from pageferry.kvtransfer.sockets import ConnectionLost
 
 EXAMPLES = [
     Hello(1, b"n" * 32, "w", "prefill", "f", {"dtype": "float32", "page_size": 4}, 9, "tcp"),
@@ -286,8 +288,29 @@ def test_payloads_without_a_grant_are_discarded_and_the_framing_survives(world, 
 def test_a_frame_that_never_ends_costs_its_connection(world, transport):
     receiver = world.receiver(timeout_s=0.3)
     raw = world.raw(receiver, transport)
-    raw.reserve(world.make_request())
     raw.conn.sock.sendall(struct.pack(">I", 10))
+    with pytest.raises(ConnectionLost, match="closed by the peer"):
+        raw.hear()
+
+
+def test_idle_connections_without_handoffs_stay(world, transport):
+    receiver = world.receiver(timeout_s=0.3)
+    raw = world.raw(receiver, transport)
+    time.sleep(0.8)
+    assert isinstance(raw.reserve(world.make_request()), Grant)
+
+
+def test_over_shm_a_thrown_out_writers_pages_wait_until_it_has_hung_up(world, caplog):
+    receiver = world.receiver()
+    raw = world.raw(receiver, "shm")
+    raw.reserve(world.make_request())
+    raw.say(Commit(1))
+    assert isinstance(raw.hear(), Refuse)
+    with pytest.raises(ConnectionLost, match="closed by the peer"):
+        raw.hear()
     world.wait_until(lambda: receiver.pool.ledger().reserved == 0)
+    raw.conn.sock.sendall(b"still talking")
+    time.sleep(0.3)
+    assert receiver.pool.ledger().quarantined == 3
     raw.close()
     world.wait_until(lambda: receiver.pool.ledger().free == 16)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from dataclasses import replace
 
 import pytest
 
-from pageferry.kvtransfer.handoff import HandoffDenied, HandoffFailed, HandoffRefused, host_id
+from pageferry.kvtransfer.frames import Refuse
+from pageferry.kvtransfer.handoff import (
+    HandoffDenied,
+    HandoffFailed,
+    HandoffRefused,
+    host_id,
+    prove,
+)
 from pageferry.kvtransfer.handoff_client import choose_transport
+from pageferry.kvtransfer.sockets import FrameSocket
 
 
 def test_bytes_arrive_exactly_at_permuted_pages(world, transport):
@@ -343,6 +352,50 @@ def test_an_impostor_that_listens_without_the_key_gets_no_request(world, transpo
     writer = world.writer(receiver, transport, connect=False)
     with pytest.raises(HandoffRefused, match="cluster_key"):
         writer.client.connect()
+
+
+def test_a_listener_that_accepts_anyone_but_proves_nothing_gets_no_request(world):
+    """It has the right HELLO and does not check ours; all it lacks is the key."""
+    receiver = world.receiver()
+    impostor = receiver.identity.hello("tcp")
+
+    def serve(listener):
+        sock, _ = listener.accept()
+        conn = FrameSocket(sock, 5.0)
+        conn.recv_message()
+        conn.send(impostor)
+        proof = conn.recv_message()
+        conn.send(proof)  # the writer's own, sent back
+        answers.append(conn.recv_message())
+        conn.close()
+
+    answers = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        receiver.record = replace(receiver.record, addresses={"tcp": f"127.0.0.1:{port}"})
+        thread = threading.Thread(target=serve, args=(listener,))
+        thread.start()
+        writer = world.writer(receiver, "tcp", connect=False)
+        with pytest.raises(HandoffRefused, match="cluster_key"):
+            writer.client.connect()
+        thread.join(5)
+    assert isinstance(answers[0], Refuse)
+
+
+def test_a_proof_is_good_for_one_direction_nonce_and_worker_only(world):
+    identity = world.receiver().identity
+    mine, theirs = identity.hello("tcp"), identity.hello("tcp")
+    proof = prove("key", "writer", mine, theirs)
+    assert proof == prove("key", "writer", mine, theirs)
+    others = [
+        prove("key", "receiver", mine, theirs),
+        prove("key", "writer", theirs, mine),
+        prove("key", "writer", mine, identity.hello("tcp")),
+        prove("key", "writer", replace(mine, worker_id="d-2"), theirs),
+        prove("key", "writer", replace(mine, transport="shm"), theirs),
+        prove("kez", "writer", mine, theirs),
+    ]
+    assert proof not in others
 
 
 def test_a_named_transport_is_not_replaced(world):

@@ -213,6 +213,7 @@ class Schedule:
 
     def seal(self) -> None:
         peer, lie = self.idle_peer(), self.chance(0.1)
+        self.listener.mood = "explode" if self.chance(0.15) else ""
         handoff_id = self.some_handoff(peer)
         found = self.granted.get((peer, handoff_id))
         request = found.request if found else make_request("x", 1, 1)
