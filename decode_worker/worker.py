@@ -28,7 +28,7 @@ from pageferry.decode_worker.engine import (
 from pageferry.decode_worker.scheduler import Limits
 from pageferry.kvtransfer import metric_names as names
 from pageferry.kvtransfer.bus import TRANSIENT
-from pageferry.kvtransfer.handoff import Intake
+from pageferry.kvtransfer.handoff import NEVER, Intake
 from pageferry.kvtransfer.handoff_server import HandoffServer, ServerOptions
 from pageferry.kvtransfer.keys import FIELD
 from pageferry.kvtransfer.settings import DecodeSettings
@@ -123,7 +123,7 @@ class DecodeWorker:
             return "max_num_seqs reached"
         ledger = self._parts.pool.ledger()
         if num_pages > ledger.total:
-            return f"needs {num_pages} pages, the pool has {ledger.total}"
+            return f"{NEVER}needs {num_pages} pages, the pool has {ledger.total}"
         busy = ledger.live or ledger.reserved
         reserve = self._settings.watermark_pages if busy else 0
         if ledger.available < num_pages + reserve:

@@ -42,6 +42,13 @@ TRANSPORTS = ("shm", "tcp")
 """In order of preference."""
 
 
+NEVER = "never: "
+"""Begins a DENY reason that waiting does not change on that worker."""
+
+STALE_EPOCH = "stale_epoch"
+"""DENY reason: this epoch was committed, cancelled or superseded there; only a higher one goes."""
+
+
 class HandoffError(Exception):
     """`reason` is fit for logs: ids and numbers, never prompt text."""
 

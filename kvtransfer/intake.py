@@ -35,7 +35,7 @@ from pageferry.kvtransfer.frames import (
     Seal,
     Stopped,
 )
-from pageferry.kvtransfer.handoff import Intake, IntakeListener, State, pages_needed
+from pageferry.kvtransfer.handoff import STALE_EPOCH, Intake, IntakeListener, State, pages_needed
 from pageferry.kvtransfer.incoming import Incoming, Outgoing, Peer, bits_of
 from pageferry.kvtransfer.layout import KVLayout
 from pageferry.kvtransfer.pool import OutOfPages, PagePool
@@ -286,13 +286,13 @@ class IntakeTable:
         """Why this epoch may not start, or: older epochs of the request are now broken."""
         over = self._fence.get(request.request_id)
         if over is not None and request.epoch <= over:
-            return f"stale_epoch: {request.epoch} of {request.request_id}, {over} is over", []
+            return f"{STALE_EPOCH}: {request.epoch} of {request.request_id}, {over} is over", []
         for handoff in self._table.values():
             other = handoff.request
             if other.request_id != request.request_id or handoff.state is State.BROKEN:
                 continue
             if other.epoch > request.epoch:
-                return f"stale_epoch: {request.epoch}, {other.epoch} is under way", []
+                return f"{STALE_EPOCH}: {request.epoch}, {other.epoch} is under way", []
             if other.epoch == request.epoch:
                 return f"duplicate: epoch {request.epoch} comes from {handoff.peer.worker_id}", []
         below = request.epoch - 1

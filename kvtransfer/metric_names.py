@@ -54,7 +54,8 @@ GATEWAY_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     REQUESTS_REFUSED: ("Calls answered with an error before they were queued.", ("status",)),
     REQUEST_RESUBMISSIONS: (
-        "Sequences given to another worker, by cause: worker_death, requeue, gap, lost, reroute.",
+        "Sequences given to another worker, by cause: worker_death, worker_failure, requeue, gap, "
+        "lost (Redis lost it), reroute (nobody would have fetched it).",
         ("cause",),
     ),
     DUPLICATE_TOKENS: ("Tokens dropped because they were stale or had arrived before.", ()),

@@ -47,7 +47,7 @@ def unpack(data: bytes | memoryview) -> Any:
         raise WireError(f"message of {len(data)} bytes exceeds {MAX_MESSAGE_BYTES}")
     try:
         return msgpack.unpackb(data, raw=False, strict_map_key=False)
-    except (ValueError, msgpack.exceptions.UnpackException) as error:
+    except (ValueError, TypeError, msgpack.exceptions.UnpackException) as error:
         raise WireError(f"not a msgpack message: {type(error).__name__}") from error
 
 

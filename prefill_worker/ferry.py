@@ -8,11 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import logging
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from pageferry.kvtransfer.bus import Client, list_workers
-from pageferry.kvtransfer.handoff import HandoffDenied, HandoffFailed, HandoffRefused, Identity
+from pageferry.kvtransfer.handoff import (
+    NEVER,
+    STALE_EPOCH,
+    HandoffDenied,
+    HandoffFailed,
+    HandoffRefused,
+    Identity,
+)
 from pageferry.kvtransfer.handoff_client import ClientOptions, Handoff, HandoffClient
 from pageferry.kvtransfer.keys import Keys
 from pageferry.kvtransfer.memory import PageStore
@@ -92,17 +101,22 @@ class Ferry:
         return any(p.is_usable and p.record.ledger.available > 1 for p in self.peers.values())
 
     async def book(self, job: Job) -> None:
-        """Set `job.handoff`, asking candidates in turn until one grants; waits as long as needed.
+        """Set `job.handoff`, asking candidates in turn until one grants; waits while they are full.
 
         Jobs book one after another, in order of arrival, so a large one is not overtaken for ever.
+        `HandoffFailed` when waiting is in vain: every candidate says so, or the time to live ends.
         """
-        async with self._turn:
+        async with self._turn, _time_to_live(job):
             while True:
-                for peer in self._candidates(job):
+                candidates, hopeless = self._candidates(job), 0
+                for peer in candidates:
                     try:
                         handoff = await self._reserve(peer, job)
                     except HandoffDenied as denial:
                         log.debug("%s denied: %s", peer.record.id, denial)
+                        if denial.reason.startswith(STALE_EPOCH):
+                            raise HandoffFailed(denial.reason) from denial
+                        hopeless += denial.reason.startswith(NEVER)
                         continue
                     except HandoffFailed as error:
                         log.warning("reserving on %s failed: %s", peer.record.id, error)
@@ -110,6 +124,8 @@ class Ferry:
                     job.handoff, job.decode_worker = handoff, peer.record.id
                     self._remember(job)
                     return
+                if candidates and hopeless == len(candidates):
+                    raise HandoffFailed("no decode worker is large enough")
                 await asyncio.sleep(RETRY_S)
 
     async def _reserve(self, peer: Peer, job: Job) -> Handoff:
@@ -156,6 +172,15 @@ class Ferry:
             is_ratio = "ratio" in name or "gb_per_s" in name
             total[name] = sum(values) / len(values) if is_ratio else sum(values)
         return total
+
+
+@contextlib.asynccontextmanager
+async def _time_to_live(job: Job) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(job.request.ttl_ms / 1000):
+            yield
+    except TimeoutError as error:
+        raise HandoffFailed("the request's time to live ended") from error
 
 
 def _return_grant(answer: asyncio.Future[Handoff]) -> None:

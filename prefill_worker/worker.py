@@ -211,6 +211,9 @@ class PrefillWorker:
                 await self._hand_over(job)
         except StepFailed:
             self._give_back(job, "step_failed")
+        except HandoffFailed as error:
+            log.warning("%s: %s", job.request.request_id, error)
+            self._give_back(job, "handoff_failed")
         except Exception:
             log.exception("%s: job ended", job.request.request_id)
             self._give_back(job, "internal_error")

@@ -31,6 +31,17 @@ async def test_eos_counts_but_does_not_show(service: Cluster) -> None:
     assert body["usage"]["completion_tokens"] == 7
 
 
+async def test_own_stop_token_counts_but_does_not_show(service: Cluster) -> None:
+    (stop,) = service.tokenizer.encode("c")
+    for shown, text in ((False, "ab"), (True, "abc")):
+        _, body = await service.post(
+            prompt="abcd", stop_token_ids=[stop], include_stop_str_in_output=shown
+        )
+        assert body["choices"][0]["text"] == text
+        assert body["choices"][0]["finish_reason"] == "stop"
+        assert body["usage"]["completion_tokens"] == 3
+
+
 async def test_ignore_eos_goes_on(service: Cluster) -> None:
     _, body = await service.post(prompt="ab", max_tokens=9, ignore_eos=True)
     assert body["usage"]["completion_tokens"] == 9

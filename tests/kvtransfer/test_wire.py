@@ -82,6 +82,11 @@ def test_random_bytes_never_do_more_than_raise_wire_error(data: bytes) -> None:
             continue
 
 
+def test_a_map_with_an_unhashable_key_is_malformed_like_anything_else() -> None:
+    with pytest.raises(WireError):
+        unpack(b"\x81\x91\x01\x02")
+
+
 def test_cancels_and_records_arrive_as_they_were_sent() -> None:
     cancels = [Cancel("a", 0), Cancel("b", 7)]
     assert unpack_control(pack_control(cancels)) == cancels
