@@ -313,7 +313,8 @@ def ready_line(host: str, port: int, model: str) -> str:
     shown = ANY_ADDRESS.get(host, host)
     shown = f"[{shown}]" if ":" in shown else shown
     url = f"http://{shown}:{port}"
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]})
+    messages = [{"role": "user", "content": "Hello!"}]
+    body = json.dumps({"model": model, "messages": messages, "max_tokens": 64})
     return (
         f"{url} serves {model}. Try: curl {url}/v1/chat/completions "
         f"-H 'Content-Type: application/json' -d {shlex.quote(body)}"

@@ -228,7 +228,7 @@ class PrefillWorker:
         self._say(
             job,
             Kind.ERROR,
-            code="prompt_too_long",
+            code="context_length_exceeded",
             message=f"The prompt needs {needed} KV pages; this worker has "
             f"{self._parts.memory.num_pages}.",
         )
