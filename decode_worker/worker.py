@@ -33,7 +33,7 @@ from pageferry.kvtransfer.handoff_server import HandoffServer, ServerOptions
 from pageferry.kvtransfer.keys import FIELD
 from pageferry.kvtransfer.settings import DecodeSettings
 from pageferry.kvtransfer.wire import Cancel, Event, Kind, Request, WireError, WorkerRecord, unpack
-from pageferry.kvtransfer.worker_bus import BLOCK_S, BusCallbacks, WorkerBus, forever
+from pageferry.kvtransfer.worker_bus import BLOCK_S, BusCallbacks, WorkerBus
 from pageferry.kvtransfer.worker_setup import WorkerParts
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,9 @@ class DecodeWorker:
             settings.redis_url,
             parts.keys,
             settings.lease_s,
-            BusCallbacks(self._record, self._cancelled, self._gateways, self._gateway_lost),
+            BusCallbacks(
+                self._record, self._cancelled, self._gateways, self._gateway_lost, self._failed
+            ),
         )
         limits = Limits(
             settings.max_num_seqs,
@@ -81,10 +83,10 @@ class DecodeWorker:
         for signum in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(signum, self._stop.set)
         self._server.start()
-        thread = start_thread(self._engine, self._engine_failed)
+        thread = start_thread(self._engine, self._failed)
         await self._bus.start()
-        intake = asyncio.create_task(forever("local prefill queue", self._take_local))
-        health = asyncio.create_task(self._parts.watch_health())
+        intake = self._bus.spawn("local prefill queue", self._take_local)
+        health = self._bus.spawn("device health", self._parts.watch_health)
         await self._stop.wait()
         await self._drain()
         intake.cancel()
@@ -108,7 +110,8 @@ class DecodeWorker:
             await asyncio.sleep(0.05)
         self._engine.inbox.put(GiveBack("draining"))
 
-    def _engine_failed(self, error: BaseException) -> None:
+    def _failed(self, error: BaseException) -> None:
+        """Engine thread or a task: the worker leaves and exits with an error."""
         self._failure = error
         self._loop.call_soon_threadsafe(self._stop.set)
 

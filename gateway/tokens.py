@@ -24,6 +24,15 @@ TRIM_EVERY = 256
 """Entries read between two trims; an idle stream is trimmed too."""
 START = b"0-0"
 
+TRIM = """
+if #redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1]) == 1 then
+  redis.call('XTRIM', KEYS[1], 'MINID', ARGV[2])
+end
+return 0
+"""
+"""Only if the entry read last is still there: after a flush, and with a clock that went back, the
+ids of unread entries may be below it."""
+
 
 class TokenReader:
     def __init__(
@@ -72,7 +81,7 @@ class TokenReader:
         if self._untrimmed >= TRIM_EVERY or (self._untrimmed and not entries):
             milliseconds, _, sequence = self._last.partition(b"-")
             oldest_kept = b"%s-%d" % (milliseconds, int(sequence) + 1)
-            await self._client.xtrim(self._stream, minid=oldest_kept, approximate=False)
+            await self._client.eval(TRIM, 1, self._stream, self._last, oldest_kept)
             self._untrimmed = 0
 
     def _take(self, entry_id: bytes, fields: dict[bytes, bytes]) -> None:

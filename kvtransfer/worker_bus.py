@@ -45,6 +45,8 @@ class BusCallbacks:
     active_gateways: Callable[[], set[str]]
     """Gateways that this worker holds requests of."""
     gateway_lost: Callable[[str], None]
+    failed: Callable[[BaseException], None]
+    """A task ended with this exception, which is a bug: a worker must not go on half dead."""
 
 
 async def forever(
@@ -97,7 +99,19 @@ class WorkerBus:
             "gateways": self._check_gateways,
         }
         for name, step in steps.items():
-            self._tasks.append(self._loop.create_task(forever(name, step), name=name))
+            self._tasks.append(self.spawn(name, step))
+
+    def spawn(self, name: str, step: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
+        """Run `step` for ever in a task whose unexpected end ends the worker."""
+        task = self._loop.create_task(forever(name, step), name=name)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            log.error("task %s ended", task.get_name(), exc_info=error)
+            self._callbacks.failed(error)
 
     def emit(self, events: Iterable[tuple[str, Event]]) -> None:
         """Queue (gateway, event) pairs for sending, in order. Any thread; never blocks."""

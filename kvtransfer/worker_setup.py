@@ -76,10 +76,9 @@ class WorkerParts:
         return f"device: {last.reason}" if last.verdict in ("stop", "unhealthy") else ""
 
     async def watch_health(self) -> None:
-        """Poll the device for ever; cancel to end. NVML calls may block, so in a thread."""
-        while True:
-            await asyncio.to_thread(self.health.poll)
-            await asyncio.sleep(HEALTH_INTERVAL_S)
+        """Poll the device once and wait. NVML calls may block, so in a thread."""
+        await asyncio.to_thread(self.health.poll)
+        await asyncio.sleep(HEALTH_INTERVAL_S)
 
     def record(self, state: str) -> WorkerRecord:
         """The registry record with everything that is known without the engine."""

@@ -63,6 +63,8 @@ class Ferry:
         self._keys = keys
         self._options = options
         self._refused: set[str] = set()
+        self._unreachable: set[str] = set()
+        """Said so in the log already."""
         self._affinity: collections.OrderedDict[bytes, str] = collections.OrderedDict()
         self._turn = asyncio.Lock()
 
@@ -70,6 +72,7 @@ class Ferry:
         """Follow the registry: connect to new decode workers, leave those that are gone."""
         records = {r.id: r for r in await list_workers(client, self._keys) if r.role == "decode"}
         self._refused &= records.keys()
+        self._unreachable &= records.keys()
         for worker_id in list(self.peers):
             if worker_id not in records or not self.peers[worker_id].client.alive:
                 gone = self.peers.pop(worker_id)
@@ -90,8 +93,11 @@ class Ferry:
             self.refusals.append(f"{record.id}: {error}")
             log.error("%s refused: %s", record.id, error)
         except (HandoffFailed, OSError) as error:
-            log.warning("cannot reach %s yet: %s", record.id, error)
+            if record.id not in self._unreachable:
+                log.warning("cannot reach %s, still trying: %s", record.id, error)
+            self._unreachable.add(record.id)
         else:
+            self._unreachable.discard(record.id)
             self.peers[record.id] = Peer(record, client)
             log.info("connected to %s over %s", record.id, client.transport)
 

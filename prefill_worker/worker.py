@@ -32,7 +32,7 @@ from pageferry.kvtransfer.keys import FIELD, PREFILL_GROUP
 from pageferry.kvtransfer.recent_cancels import RecentCancels
 from pageferry.kvtransfer.settings import PrefillSettings
 from pageferry.kvtransfer.wire import Cancel, Event, Kind, Request, WireError, WorkerRecord, unpack
-from pageferry.kvtransfer.worker_bus import BLOCK_S, BusCallbacks, WorkerBus, forever
+from pageferry.kvtransfer.worker_bus import BLOCK_S, BusCallbacks, WorkerBus
 from pageferry.kvtransfer.worker_setup import WorkerParts
 from pageferry.prefill_worker.engine import (
     Engine,
@@ -67,7 +67,9 @@ class PrefillWorker:
             settings.redis_url,
             parts.keys,
             settings.lease_s,
-            BusCallbacks(self._record, self._cancelled, self._gateways, self._gateway_lost),
+            BusCallbacks(
+                self._record, self._cancelled, self._gateways, self._gateway_lost, self._failed
+            ),
         )
         limits = Limits(
             settings.max_num_batched_tokens,
@@ -90,11 +92,11 @@ class PrefillWorker:
         """Serve until SIGTERM or SIGINT, then drain. Raises what ended the engine, if anything."""
         for signum in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(signum, self._stop.set)
-        thread = start_thread(self._engine, self._engine_failed)
+        thread = start_thread(self._engine, self._failed)
         await self._bus.start()
-        follow = asyncio.create_task(forever("registry", self._follow))
-        claim = asyncio.create_task(forever("prefill queues", self._claim))
-        health = asyncio.create_task(self._parts.watch_health())
+        follow = self._bus.spawn("registry", self._follow)
+        claim = self._bus.spawn("prefill queues", self._claim)
+        health = self._bus.spawn("device health", self._parts.watch_health)
         await self._stop.wait()
         claim.cancel()
         health.cancel()
@@ -126,7 +128,8 @@ class PrefillWorker:
                 self._drop(job)
         await asyncio.gather(*self._jobs.values(), return_exceptions=True)
 
-    def _engine_failed(self, error: BaseException) -> None:
+    def _failed(self, error: BaseException) -> None:
+        """Engine thread or a task: the worker leaves and exits with an error."""
         self._failure = error
         self._loop.call_soon_threadsafe(self._stop.set)
 

@@ -246,3 +246,14 @@ async def test_leaving_clients_never_mix_up_replies(cluster: Cluster) -> None:
         await cluster.gateways[0].stop()
         cluster.gateways.clear()
         await proxy.close()
+
+
+async def test_nothing_stays_in_redis(service: Cluster) -> None:
+    client, keys = service.workers[0].client, service.workers[0].keys
+    for _ in range(3):
+        await service.post(**FIELDS)
+    streams = [keys.tokens(service.gateways[0].id), *keys.prefill_queues]
+    async with asyncio.timeout(5):
+        while any([await client.xlen(stream) for stream in streams]):
+            await asyncio.sleep(0.05)
+    assert not await client.exists(keys.control, keys.dead)

@@ -47,10 +47,15 @@ class Spy:
         self.cancels: list[Cancel] = []
         self.lost: list[str] = []
         self.gateways: set[str] = set()
+        self.failures: list[BaseException] = []
 
     def callbacks(self) -> BusCallbacks:
         return BusCallbacks(
-            lambda: RECORD, self.cancels.extend, lambda: self.gateways, self.lost.append
+            lambda: RECORD,
+            self.cancels.extend,
+            lambda: self.gateways,
+            self.lost.append,
+            self.failures.append,
         )
 
 
@@ -131,4 +136,25 @@ async def test_a_gateway_without_a_lease_is_reported_once(client: Any, redis_url
     await until(lambda: spy.lost)
     await asyncio.sleep(1)
     assert spy.lost == ["gone"]
+    await bus.close("w1")
+
+
+async def test_a_task_that_breaks_is_reported_and_an_outage_is_not(redis_url: str) -> None:
+    spy = Spy()
+    bus = WorkerBus(redis_url, KEYS, 1.0, spy.callbacks())
+
+    async def broken() -> None:
+        raise KeyError("bug")
+
+    attempts = []
+
+    async def cut_off() -> None:
+        attempts.append(1)
+        raise ConnectionResetError("away")
+
+    bus.spawn("broken", broken)
+    outage = bus.spawn("outage", cut_off)
+    await until(lambda: spy.failures and len(attempts) > 2)
+    assert [type(f) for f in spy.failures] == [KeyError]
+    outage.cancel()
     await bus.close("w1")
