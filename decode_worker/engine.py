@@ -18,7 +18,7 @@ import torch
 
 from pageferry.decode_worker.scheduler import Limits, Scheduler, StepPlan, Work
 from pageferry.decode_worker.sequence import Sequence
-from pageferry.kernels.runner import Chunk, ModelRunner, Sampled, SampleSpec
+from pageferry.kernels.runner import BadChunk, Chunk, ModelRunner, Sampled, SampleSpec
 from pageferry.kvtransfer.handoff import Intake
 from pageferry.kvtransfer.outcome import token_event
 from pageferry.kvtransfer.pool import PagePool
@@ -114,6 +114,10 @@ class Engine:
         begun = time.monotonic()
         try:
             sampled = self._runner.execute([_chunk(work) for work in plan.work])
+        except BadChunk as error:
+            # Nothing of the step ran: the others are scheduled again.
+            self._drop_bad(plan.work[error.index].sequence, error)
+            return
         except torch.AcceleratorError:
             raise  # the device context is gone: only a new process helps
         except RuntimeError:  # torch's other errors, out of memory included
@@ -169,6 +173,11 @@ class Engine:
         for sequence in victims:
             self._drop_poisoned(sequence)
         self._requeue(victims, "step_failed")
+
+    def _drop_bad(self, sequence: Sequence, error: BadChunk) -> None:
+        log.error("%s cannot be computed: %s", sequence.request_id, error)
+        self._drop_poisoned(sequence)
+        self._requeue([sequence], "step_failed")
 
     def _drop_poisoned(self, sequence: Sequence) -> None:
         """Remove a sequence whose last pages may hold anything: they must not become cache."""

@@ -143,7 +143,12 @@ class Scheduler:
         if self.pool.ledger().available < needed + reserve:
             self.pool.release(cached)
             return False
-        sequence.page_ids = cached + self.pool.allocate(needed)
+        try:
+            fresh = self.pool.allocate(needed)
+        except OutOfPages:  # a handoff reserved them since we looked
+            self.pool.release(cached)
+            return False
+        sequence.page_ids = cached + fresh
         sequence.num_computed_tokens = sequence.num_cached_tokens = len(cached) * page_size
         return True
 

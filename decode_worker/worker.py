@@ -32,6 +32,7 @@ from pageferry.kvtransfer.handoff import NEVER, Intake
 from pageferry.kvtransfer.handoff_server import HandoffServer, ServerOptions
 from pageferry.kvtransfer.keys import FIELD
 from pageferry.kvtransfer.settings import DecodeSettings
+from pageferry.kvtransfer.tasks import end_tasks
 from pageferry.kvtransfer.wire import Cancel, Event, Kind, Request, WireError, WorkerRecord, unpack
 from pageferry.kvtransfer.worker_bus import BLOCK_S, BusCallbacks, WorkerBus
 from pageferry.kvtransfer.worker_setup import WorkerParts
@@ -89,8 +90,7 @@ class DecodeWorker:
         health = self._bus.spawn("device health", self._parts.watch_health)
         await self._stop.wait()
         await self._drain()
-        intake.cancel()
-        health.cancel()
+        await end_tasks([intake, health])
         self._engine.inbox.put(Stop())
         await asyncio.to_thread(thread.join, 5)
         await asyncio.to_thread(self._server.close)
@@ -99,7 +99,7 @@ class DecodeWorker:
             raise self._failure
 
     async def _drain(self) -> None:
-        self._state = "draining"
+        self._state = "failed" if self._failure else "draining"
         log.info("draining: %d sequences left", self._engine.num_running)
         try:
             await self._bus.publish()
@@ -120,13 +120,14 @@ class DecodeWorker:
     def admit(self, request: Request, num_pages: int) -> str:
         if self._state != "ready":
             return self._state
+        if len(request.token_ids) >= self._parts.max_model_len:
+            longest = self._parts.max_model_len
+            return f"{NEVER}{len(request.token_ids)} tokens, max_model_len is {longest}"
         if self._parts.blocked:
             return self._parts.blocked
         if self._engine.num_running + self._engine.num_waiting >= self._settings.max_num_seqs:
             return "max_num_seqs reached"
         ledger = self._parts.pool.ledger()
-        if num_pages > ledger.total:
-            return f"{NEVER}needs {num_pages} pages, the pool has {ledger.total}"
         busy = ledger.live or ledger.reserved
         reserve = self._settings.watermark_pages if busy else 0
         if ledger.available < num_pages + reserve:

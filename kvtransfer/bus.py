@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
 
 from pageferry.kvtransfer.keys import PREFILL_GROUP, Keys
@@ -44,7 +43,7 @@ def connect(url: str, *, max_block_s: float = 5.0) -> Client:
         socket_timeout=max_block_s + REPLY_MARGIN_S,
         **tcp_only,
         health_check_interval=0,
-        retry=Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,)),
+        retry=Retry(NoBackoff(), 0),
     )
 
 

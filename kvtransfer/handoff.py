@@ -68,6 +68,11 @@ class HandoffDenied(HandoffError):
 class HandoffFailed(HandoffError):
     """The handoff ended without COMMIT."""
 
+    def __init__(self, reason: str, *, uncertain: bool = False) -> None:
+        super().__init__(reason)
+        self.uncertain = uncertain
+        """SEAL was sent and not answered: the receiver may have committed all the same."""
+
 
 class State(enum.Enum):
     RESERVING = "reserving"

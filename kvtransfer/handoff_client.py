@@ -47,7 +47,7 @@ from pageferry.kvtransfer.handoff import (
     digest_of,
     host_id,
 )
-from pageferry.kvtransfer.handshake import introduce
+from pageferry.kvtransfer.handshake import HANDSHAKE_S, introduce
 from pageferry.kvtransfer.memory import PageStore, PoolMemory, copy_views
 from pageferry.kvtransfer.outgoing import Announce, Close, End, Handoff, Item, OutgoingTable, Push
 from pageferry.kvtransfer.sockets import (
@@ -190,7 +190,7 @@ class HandoffClient:
         address, timeout_s = self._peer.addresses[self.transport], self._options.timeout_s
         dial: Callable[[str, float], socket.socket]
         dial = dial_tcp if self.transport == "tcp" else dial_abstract
-        conn = FrameSocket(dial(address, timeout_s), timeout_s)
+        conn = FrameSocket(dial(address, min(timeout_s, HANDSHAKE_S)), timeout_s)
         try:
             hello = introduce(conn, self._identity, self.transport, self._peer.id)
             if self.transport == "shm":

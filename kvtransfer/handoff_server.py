@@ -181,7 +181,8 @@ class HandoffServer:
 
     def stats(self) -> dict[str, float]:
         """Counters since start; `gb_per_s_*` are GB (1e9 bytes) per second spent receiving."""
-        counts = self._table.counts + self._counts
+        # Copied first: other threads add keys meanwhile.
+        counts = Counter(dict(self._table.counts)) + Counter(dict(self._counts))
         stats = {
             metric_names.HANDOFFS: float(counts["committed"]),
             metric_names.HANDOFFS_DENIED: float(counts["denied"]),

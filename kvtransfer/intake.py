@@ -35,7 +35,14 @@ from pageferry.kvtransfer.frames import (
     Seal,
     Stopped,
 )
-from pageferry.kvtransfer.handoff import STALE_EPOCH, Intake, IntakeListener, State, pages_needed
+from pageferry.kvtransfer.handoff import (
+    NEVER,
+    STALE_EPOCH,
+    Intake,
+    IntakeListener,
+    State,
+    pages_needed,
+)
 from pageferry.kvtransfer.incoming import Incoming, Outgoing, Peer, bits_of
 from pageferry.kvtransfer.layout import KVLayout
 from pageferry.kvtransfer.pool import OutOfPages, PagePool
@@ -268,7 +275,7 @@ class IntakeTable:
             return f"n_tokens is {message.n_tokens}, request has {len(request.token_ids)}", None
         _, total = pages_needed(self._pool.page_size, message.n_tokens)
         if total > self._pool.num_pages:
-            return f"needs {total} pages, the pool has {self._pool.num_pages}", None
+            return f"{NEVER}needs {total} pages, the pool has {self._pool.num_pages}", None
         if message.prefix_hashes:
             own = self._pool.hash_prefix(request.token_ids, request.salt)
             if message.prefix_hashes != own[: len(message.prefix_hashes)]:

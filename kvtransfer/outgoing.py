@@ -357,7 +357,8 @@ class OutgoingTable:
         if before is State.RESERVING:
             return [lambda: handoff.granted.set_exception(HandoffFailed(reason))]
         if before is State.SEALING and (committed := handoff.committed) is not None:
-            return [lambda: committed.set_exception(HandoffFailed(reason))]
+            error = HandoffFailed(reason, uncertain=tell is not None)
+            return [lambda: committed.set_exception(error)]
         return []
 
 

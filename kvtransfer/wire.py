@@ -28,6 +28,8 @@ from typing import Any, Self
 
 import msgpack  # type: ignore[import-untyped]
 
+from pageferry.kvtransfer.keys import CLASSES
+
 MAX_MESSAGE_BYTES = 16 * 2**20
 
 
@@ -155,6 +157,9 @@ class Request:
             and isinstance(request.gateway, str)
             and isinstance(request.prompt_len, int)
             and 0 < request.prompt_len <= len(request.token_ids)
+            and isinstance(request.salt, str)
+            and type(request.ttl_ms) is int
+            and request.queue_class in CLASSES
         )
         if not ok:
             raise WireError("malformed Request: field of a wrong type or range")

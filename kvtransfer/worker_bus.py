@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from pageferry.kvtransfer.bus import TRANSIENT, Client, connect, publish_worker, retire_worker
 from pageferry.kvtransfer.keys import FIELD, Keys
+from pageferry.kvtransfer.tasks import end_tasks
 from pageferry.kvtransfer.wire import (
     Cancel,
     Event,
@@ -64,7 +65,7 @@ async def forever(
             failures += 1
             if failures == 1:
                 log.warning("%s: Redis: %s: %s", name, type(error).__name__, error)
-            await asyncio.sleep(min(max_pause_s, 0.05 * 2**failures))
+            await asyncio.sleep(min(max_pause_s, 0.05 * 2 ** min(failures, 10)))
 
 
 class WorkerBus:
@@ -79,6 +80,7 @@ class WorkerBus:
         self._unsent: collections.deque[tuple[str, Event]] = collections.deque(
             maxlen=MAX_UNSENT_EVENTS
         )
+        self._sending = False
         self._wake = asyncio.Event()
         self._control_id = b"$"
         self._missed: dict[str, int] = {}
@@ -126,12 +128,10 @@ class WorkerBus:
         """Send what is unsent (within `flush_s` seconds), leave the registry, disconnect."""
         try:
             async with asyncio.timeout(flush_s):
-                while self._unsent:
+                while self._unsent or self._sending:
                     self._wake.set()
                     await asyncio.sleep(0.01)
-                for task in self._tasks:
-                    task.cancel()
-                await asyncio.gather(*self._tasks, return_exceptions=True)
+                await end_tasks(self._tasks)
                 await retire_worker(self.client, self.keys, worker_id)
         except TRANSIENT as error:
             log.warning("leaving the registry failed: %s: %s", type(error).__name__, error)
@@ -159,6 +159,7 @@ class WorkerBus:
         await self._wake.wait()
         self._wake.clear()
         by_gateway: dict[str, list[Event]] = {}
+        self._sending = True
         batch = [self._unsent.popleft() for _ in range(min(len(self._unsent), 4096))]
         for gateway, event in batch:
             by_gateway.setdefault(gateway, []).append(event)
@@ -176,9 +177,12 @@ class WorkerBus:
                     await pipe.execute()
         except TRANSIENT:
             # Some may have arrived; the gateway drops duplicates by index.
-            self._unsent.extendleft(reversed(batch))
+            room = MAX_UNSENT_EVENTS - len(self._unsent)
+            self._unsent.extendleft(reversed(batch[len(batch) - min(room, len(batch)) :]))
             self._wake.set()
             raise
+        finally:
+            self._sending = False
         if self._unsent:
             self._wake.set()
 
@@ -194,4 +198,5 @@ class WorkerBus:
             # Twice, because the key also lapses when Redis itself was away for a lease.
             if self._missed[gateway] == 2:
                 log.warning("gateway %s is gone: its requests are dropped", gateway)
+            if self._missed[gateway] >= 2:
                 self._callbacks.gateway_lost(gateway)

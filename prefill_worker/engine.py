@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pageferry.kernels.runner import Chunk, ModelRunner, SampleSpec
+from pageferry.kernels.runner import BadChunk, Chunk, ModelRunner, SampleSpec
 from pageferry.kvtransfer.outcome import token_event
 from pageferry.kvtransfer.pool import PagePool
 from pageferry.kvtransfer.wire import Event
@@ -122,6 +122,13 @@ class Engine:
 
         try:
             sampled = self._runner.execute([_chunk(item) for item in work], on_layer=push_layer)
+        except BadChunk as error:
+            # Nothing of the step ran: the others are scheduled again.
+            job = work[error.index].job
+            self.scheduler.remove(job)
+            job.num_computed_tokens = 0
+            _resolve(self._results.pop(job, None), StepFailed(str(error)))
+            return
         except torch.AcceleratorError:
             raise  # the device context is gone: only a new process helps
         except RuntimeError as error:  # torch's other errors, out of memory included

@@ -112,7 +112,7 @@ class Ferry:
         Jobs book one after another, in order of arrival, so a large one is not overtaken for ever.
         `HandoffFailed` when waiting is in vain: every candidate says so, or the time to live ends.
         """
-        async with self._turn, _time_to_live(job):
+        async with _time_to_live(job), self._turn:
             while True:
                 candidates, hopeless = self._candidates(job), 0
                 for peer in candidates:

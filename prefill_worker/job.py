@@ -34,6 +34,7 @@ class Job:
     num_pushed_pages: int = 0
     """Leading pages that are pushed for every layer, or that the decode worker already holds."""
     first_token: Event | None = None
+    is_started: bool = False
     is_ending: bool = False
     """Cancelled or cleaning up; set by the worker."""
 

@@ -31,6 +31,7 @@ from pageferry.kvtransfer.handoff_client import ClientOptions
 from pageferry.kvtransfer.keys import FIELD, PREFILL_GROUP
 from pageferry.kvtransfer.recent_cancels import RecentCancels
 from pageferry.kvtransfer.settings import PrefillSettings
+from pageferry.kvtransfer.tasks import end_tasks
 from pageferry.kvtransfer.wire import Cancel, Event, Kind, Request, WireError, WorkerRecord, unpack
 from pageferry.kvtransfer.worker_bus import BLOCK_S, BusCallbacks, WorkerBus
 from pageferry.kvtransfer.worker_setup import WorkerParts
@@ -48,6 +49,10 @@ log = logging.getLogger(__name__)
 
 MAX_HANDOVERS = 3
 NO_ROOM_PAUSE_S = 0.02
+CLEAN_UP_S = 3.0
+"""What jobs get to clean up at the end; a dead engine or Redis would hold them for ever."""
+RECOVER_S = 5.0
+"""How often our own pending entries are compared with our jobs."""
 
 
 class PrefillWorker:
@@ -61,6 +66,7 @@ class PrefillWorker:
         self._stop = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._jobs: dict[Job, asyncio.Task[None]] = {}
+        self._recover_at = 0.0
         self._background: set[asyncio.Task[None]] = set()
         self._cancels = RecentCancels()
         self._bus = WorkerBus(
@@ -98,10 +104,9 @@ class PrefillWorker:
         claim = self._bus.spawn("prefill queues", self._claim)
         health = self._bus.spawn("device health", self._parts.watch_health)
         await self._stop.wait()
-        claim.cancel()
-        health.cancel()
+        await end_tasks([claim, health])
         await self._drain()
-        follow.cancel()
+        await end_tasks([follow])
         self._engine.stop()
         await asyncio.to_thread(thread.join, 5)
         await self._ferry.close()
@@ -113,7 +118,7 @@ class PrefillWorker:
         await self._ferry.refresh(self._bus.client)
 
     async def _drain(self) -> None:
-        self._state = "draining"
+        self._state = "failed" if self._failure else "draining"
         log.info("draining: %d jobs left", len(self._jobs))
         try:
             await self._bus.publish()
@@ -124,9 +129,10 @@ class PrefillWorker:
             await asyncio.wait(tasks, timeout=self._settings.drain_s)
         for job in list(self._jobs):
             if not job.is_ending:
-                self._give_back(job, "draining")
+                self._give_back(job, "internal_error" if self._failure else "draining")
                 self._drop(job)
-        await asyncio.gather(*self._jobs.values(), return_exceptions=True)
+        if left := list(self._jobs.values()):
+            await asyncio.wait(left, timeout=CLEAN_UP_S)
 
     def _failed(self, error: BaseException) -> None:
         """Engine thread or a task: the worker leaves and exits with an error."""
@@ -151,6 +157,7 @@ class PrefillWorker:
             await asyncio.sleep(NO_ROOM_PAUSE_S)
             return
         try:
+            await self._recover()
             entries = await self._read_queues()
         except ResponseError as error:
             if "NOGROUP" not in str(error):
@@ -159,6 +166,17 @@ class PrefillWorker:
             return
         for queue, entry_id, fields in entries:
             self._start(queue, entry_id, fields)
+
+    async def _recover(self) -> None:
+        """Start what was delivered to us in a reply that got lost."""
+        if self._loop.time() < self._recover_at:
+            return
+        self._recover_at = self._loop.time() + RECOVER_S
+        known = {(job.queue, job.entry_id) for job in self._jobs}
+        for queue in self._parts.keys.prefill_queues:
+            for name, entry_id, fields in await self._read({queue: "0"}, 1000, None):
+                if (name, entry_id) not in known:
+                    self._start(name, entry_id, fields)
 
     async def _read_queues(self) -> list[tuple[str, bytes, Any]]:
         """New entries of the first class that has some; waits when none has."""
@@ -194,12 +212,19 @@ class PrefillWorker:
     def _spawn(self, coroutine: Any) -> asyncio.Task[None]:
         task: asyncio.Task[None] = self._loop.create_task(coroutine)
         self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a job's cleaning up failed", exc_info=error)
+            self._failed(error)
 
     # -- one job
 
     async def _carry(self, job: Job) -> None:
+        job.is_started = True
         try:
             if self._cancels.covers(job.request):
                 return
@@ -225,15 +250,15 @@ class PrefillWorker:
             await self._clean_up(job)
 
     def _fits(self, job: Job) -> bool:
-        needed = self._parts.memory.layout.pages_for(job.num_tokens)
-        if needed <= self._parts.memory.num_pages:
+        longest = self._parts.max_model_len
+        if job.num_tokens < longest:
             return True
         self._say(
             job,
             Kind.ERROR,
             code="context_length_exceeded",
-            message=f"The prompt needs {needed} KV pages; this worker has "
-            f"{self._parts.memory.num_pages}.",
+            message=f"The prompt has {job.num_tokens} tokens; sequences on this worker have at "
+            f"most {longest}.",
         )
         return False
 
@@ -254,6 +279,8 @@ class PrefillWorker:
                     error,
                 )
                 await asyncio.wrap_future(job.handoff.detached)
+                if error.uncertain:
+                    break  # it may have committed: only another epoch is sure to run once
                 if attempt < MAX_HANDOVERS:
                     await self._ferry.book(job)
                     layout = self._parts.memory.layout
@@ -333,8 +360,12 @@ class PrefillWorker:
                 self._drop(job)
 
     def _drop(self, job: Job) -> None:
-        """End a job wherever it stands; once only, since cleaning up must not be interrupted."""
-        if not job.is_ending:
+        """End a job wherever it stands; once only, since cleaning up must not be interrupted.
+
+        One that has not started is left to `_cancels` and the next look at the gateways: a task
+        cancelled before its first step would never clean up.
+        """
+        if job.is_started and not job.is_ending:
             job.is_ending = True
             self._jobs[job].cancel()
 

@@ -48,6 +48,9 @@ def test_a_request_arrives_as_it_was_sent() -> None:
         {"token_ids": [1, 2]},
         {"sampling": 5},
         {"sampling": None},
+        {"salt": 5},
+        {"ttl_ms": "60"},
+        {"queue_class": "first"},
     ],
 )
 def test_a_malformed_request_is_refused(change: dict[str, object]) -> None:
