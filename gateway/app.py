@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from aiohttp import web
 
 from pageferry.gateway.admission import Admission
-from pageferry.gateway.calls import Calls, Kitchen
+from pageferry.gateway.calls import CallContext, Calls
 from pageferry.gateway.dispatch import Dispatcher
 from pageferry.gateway.errors import unavailable
 from pageferry.gateway.fleet import Fleet
@@ -73,7 +73,7 @@ class Gateway:
             self.health,
         )
         self._threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "tokenise")
-        self._kitchen = Kitchen(
+        self._context = CallContext(
             settings,
             model,
             self.id,
@@ -102,7 +102,7 @@ class Gateway:
         limit = int(self.settings.max_body_mib * 2**20)
         app = web.Application(middlewares=[errors_as_json(self.metrics)], client_max_size=limit)
         app.on_response_prepare.append(add_request_id)
-        calls, operations = Calls(self._kitchen), self._operations
+        calls, operations = Calls(self._context), self._operations
         app.router.add_post("/v1/completions", calls.completions)
         app.router.add_post("/v1/chat/completions", calls.chat)
         app.router.add_get("/v1/models", operations.models)

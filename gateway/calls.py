@@ -44,7 +44,7 @@ SEED_RANGE = 2**63
 
 
 @dataclass(frozen=True)
-class Kitchen:
+class CallContext:
     """What every call works with."""
 
     settings: GatewaySettings
@@ -67,12 +67,12 @@ class Prepared:
     """The field that the prompts came from."""
 
 
-def prepare_completion(kitchen: Kitchen, body: bytes) -> Prepared:
+def prepare_completion(context: CallContext, body: bytes) -> Prepared:
     """Parse and tokenise. Runs on any thread. `ApiError` for everything a client can get wrong."""
     call = parse_completion(body)
-    check_model(kitchen.model, call.model)
-    kitchen.admission.check_shape(call.n, len(call.prompts))
-    tokenizer = kitchen.tokenizer
+    check_model(context.model, call.model)
+    context.admission.check_shape(call.n, len(call.prompts))
+    tokenizer = context.tokenizer
     prompts, texts = [], []
     for prompt in call.prompts:
         ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -85,12 +85,12 @@ def prepare_completion(kitchen: Kitchen, body: bytes) -> Prepared:
     return Prepared(call, prompts, texts, "prompt")
 
 
-def prepare_chat(kitchen: Kitchen, body: bytes) -> Prepared:
+def prepare_chat(context: CallContext, body: bytes) -> Prepared:
     """As `prepare_completion`."""
     call = parse_chat(body)
-    check_model(kitchen.model, call.model)
-    kitchen.admission.check_shape(call.n, 1)
-    ids = kitchen.tokenizer.encode_chat(call.messages, template_kwargs=call.template_kwargs)
+    check_model(context.model, call.model)
+    context.admission.check_shape(call.n, 1)
+    ids = context.tokenizer.encode_chat(call.messages, template_kwargs=call.template_kwargs)
     return Prepared(call, [ids], [], "messages")
 
 
@@ -108,8 +108,8 @@ def check_model(served: str, wanted: str) -> None:
 class Calls:
     """The two handlers."""
 
-    def __init__(self, kitchen: Kitchen) -> None:
-        self._kitchen = kitchen
+    def __init__(self, context: CallContext) -> None:
+        self._context = context
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         return await self._serve(request, prepare_completion, CompletionShape)
@@ -120,32 +120,32 @@ class Calls:
     async def _serve(
         self,
         request: web.Request,
-        prepare: Callable[[Kitchen, bytes], Prepared],
+        prepare: Callable[[CallContext, bytes], Prepared],
         shape_class: type[Shape],
     ) -> web.StreamResponse:
-        kitchen = self._kitchen
+        context = self._context
         arrived = asyncio.get_running_loop().time()
         try:
             prepared = await self._read(request, prepare)
             wake = asyncio.Event()
-            choices = make_choices(kitchen, prepared, arrived, wake)
-            pending = waiting(kitchen.dispatcher.generations.values())
-            kitchen.admission.check_room(len(choices), pending)
+            choices = make_choices(context, prepared, arrived, wake)
+            pending = waiting(context.dispatcher.generations.values())
+            context.admission.check_room(len(choices), pending)
         except ApiError as error:
-            kitchen.metrics.count(names.REQUESTS_REFUSED, 1, str(error.status))
+            context.metrics.count(names.REQUESTS_REFUSED, 1, str(error.status))
             raise
         call = prepared.call
         shape = shape_class(
-            kitchen.model,
-            kitchen.tokenizer,
+            context.model,
+            context.tokenizer,
             logprobs=call.logprobs,
             usage_chunk=call.stream and call.include_usage,
         )
-        run = Run(kitchen, choices, wake)
-        stream = EventStream(request, kitchen.settings.slow_client_s)
+        run = Run(context, choices, wake)
+        stream = EventStream(request, context.settings.slow_client_s)
         outcome, cause = "abort", None
         try:
-            await kitchen.dispatcher.submit([choice.generation for choice in choices])
+            await context.dispatcher.submit([choice.generation for choice in choices])
             if call.stream:
                 return await run.stream(stream, shape)
             await run.complete()
@@ -158,22 +158,22 @@ class Calls:
             return stream.response
         finally:
             for choice in choices:
-                kitchen.dispatcher.end(choice.generation, outcome, cause)
+                context.dispatcher.end(choice.generation, outcome, cause)
 
     async def _read(
-        self, request: web.Request, prepare: Callable[[Kitchen, bytes], Prepared]
+        self, request: web.Request, prepare: Callable[[CallContext, bytes], Prepared]
     ) -> Prepared:
-        kitchen = self._kitchen
-        kitchen.admission.check_open(waiting(kitchen.dispatcher.generations.values()))
-        kitchen.admission.preparing += 1
+        context = self._context
+        context.admission.check_open(waiting(context.dispatcher.generations.values()))
+        context.admission.preparing += 1
         try:
-            body = await read_body(request, int(kitchen.settings.max_body_mib * 2**20))
+            body = await read_body(request, int(context.settings.max_body_mib * 2**20))
             if len(body) <= INLINE_BYTES:
-                return prepare(kitchen, body)
+                return prepare(context, body)
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(kitchen.threads, prepare, kitchen, body)
+            return await loop.run_in_executor(context.threads, prepare, context, body)
         finally:
-            kitchen.admission.preparing -= 1
+            context.admission.preparing -= 1
 
 
 async def read_body(request: web.Request, limit: int) -> bytes:
@@ -195,7 +195,7 @@ def body_too_large(limit: int) -> ApiError:
 
 
 def make_choices(
-    kitchen: Kitchen, prepared: Prepared, arrived: float, wake: asyncio.Event
+    context: CallContext, prepared: Prepared, arrived: float, wake: asyncio.Event
 ) -> list[Choice]:
     """One choice per prompt and n, in that order; `ApiError` when a prompt cannot fit."""
     call = prepared.call
@@ -204,10 +204,10 @@ def make_choices(
     max_tokens = call.max_tokens
     if max_tokens is None and isinstance(call, CompletionCall):
         max_tokens = DEFAULT_MAX_TOKENS
-    tokenizer = kitchen.tokenizer
+    tokenizer = context.tokenizer
     choices = []
     for prompt_index, prompt in enumerate(prepared.prompts):
-        budget = kitchen.admission.output_budget(len(prompt), max_tokens, prepared.param)
+        budget = context.admission.output_budget(len(prompt), max_tokens, prepared.param)
         ids = tuple(prompt)
         for i in range(call.n):
             index = prompt_index * call.n + i
@@ -218,10 +218,10 @@ def make_choices(
                 id=f"{call_id}-{index}",
                 prompt=ids,
                 sampling=sampling,
-                gateway=kitchen.gateway_id,
+                gateway=context.gateway_id,
                 queue_class=call.priority_class,
                 arrived=arrived,
-                deadline=arrived + kitchen.settings.request_timeout_s,
+                deadline=arrived + context.settings.request_timeout_s,
                 wake=wake,
             )
             text_stream = TextStream(
@@ -242,8 +242,8 @@ def make_choices(
 class Run:
     """Follows the generations of one call until all have ended."""
 
-    def __init__(self, kitchen: Kitchen, choices: list[Choice], wake: asyncio.Event) -> None:
-        self._kitchen = kitchen
+    def __init__(self, context: CallContext, choices: list[Choice], wake: asyncio.Event) -> None:
+        self._context = context
         self._choices = choices
         self._open = list(choices)
         self._wake = wake
@@ -258,7 +258,7 @@ class Run:
     async def stream(self, stream: EventStream, shape: Shape) -> web.StreamResponse:
         """Send pieces as they come. Raises `ApiError` only while an HTTP error is possible."""
         loop = asyncio.get_running_loop()
-        silence_s = self._kitchen.settings.keepalive_s
+        silence_s = self._context.settings.keepalive_s
         stream.last_write = loop.time()
         timer = loop.call_later(silence_s, self._wake.set)
         try:
@@ -294,14 +294,14 @@ class Run:
             piece = choice.take()
             gained = generation.delivered - before
             if gained:
-                self._kitchen.metrics.count(names.GENERATION_TOKENS, gained)
+                self._context.metrics.count(names.GENERATION_TOKENS, gained)
             if piece is not None:
                 if shape is None:
                     choice.pieces.append(piece)
                 else:
                     events.append(shape.chunk(piece))
             if choice.finish is not None:
-                self._kitchen.dispatcher.end(generation, choice.finish)
+                self._context.dispatcher.end(generation, choice.finish)
             elif generation.error is not None:
                 raise generation.error
         self._open = [choice for choice in self._open if choice.finish is None]
@@ -309,4 +309,4 @@ class Run:
 
     def _fail(self, error: ApiError) -> None:
         for choice in self._choices:
-            self._kitchen.dispatcher.end(choice.generation, "error", error)
+            self._context.dispatcher.end(choice.generation, "error", error)
