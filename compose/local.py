@@ -30,7 +30,9 @@ from pageferry.compose.embedded_valkey import ScratchDir, valkey_program
 from pageferry.compose.placement import (
     allowed_cores,
     check_memory,
+    count_gpus,
     divide_cores,
+    divide_gpus,
     siblings_together,
 )
 from pageferry.compose.probe import ANY_ADDRESS, http_get
@@ -139,11 +141,13 @@ def service_env(settings: UpSettings, cls: type, **own: object) -> dict[str, str
 
 
 def service_programs(settings: UpSettings, redis_url: str, port: int) -> list[Program]:
-    """The gateway and the workers; workers get their share of the cores."""
+    """The gateway and the workers; workers get their share of the cores and of the GPUs."""
     python = [sys.executable, "-P", "-m"]
-    cores = divide_cores(
-        siblings_together(allowed_cores(settings.cores)), settings.prefill + settings.decode
-    )
+    workers = settings.prefill + settings.decode
+    cores = divide_cores(siblings_together(allowed_cores(settings.cores)), workers)
+    devices = [(settings.device, settings.gpu_memory_fraction)] * workers
+    if gpus := gpus_to_divide(settings):
+        devices = divide_gpus(gpus, workers, settings.gpu_memory_fraction)
     programs = [
         Program(
             "gateway",
@@ -155,13 +159,19 @@ def service_programs(settings: UpSettings, redis_url: str, port: int) -> list[Pr
         *(("prefill", i, PrefillSettings) for i in range(settings.prefill)),
         *(("decode", i, DecodeSettings) for i in range(settings.decode)),
     ]
-    for (role, i, cls), share in zip(roles, cores, strict=True):
+    for (role, i, cls), share, (device, fraction) in zip(roles, cores, devices, strict=True):
         name = f"{role}-{i}"
         full_name = f"{settings.name}-{name}" if settings.name else name
         argv = [*python, f"pageferry.{role}_worker.main", "--name", full_name]
-        env = service_env(settings, cls, redis_url=redis_url, cores=share, name="")
+        own = {"device": device, "gpu_memory_fraction": fraction}
+        env = service_env(settings, cls, redis_url=redis_url, cores=share, name="", **own)
         programs.append(Program(name, argv, env))
     return programs
+
+
+def gpus_to_divide(settings: UpSettings) -> int:
+    """GPUs to place workers on; 0 when a device was named or there is none."""
+    return count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) if settings.device == "auto" else 0
 
 
 async def prepare_model(model: str) -> Path:
@@ -260,7 +270,8 @@ class Run:
             await self.supervisor.start(valkey)
         model_dir = await prepare_model(settings.model)
         workers = settings.prefill + settings.decode
-        check_memory(model_dir, settings, workers, *available_bytes())
+        if not gpus_to_divide(settings) and not settings.device.startswith("cuda"):
+            check_memory(model_dir, settings, workers, *available_bytes())
         await wait_for_redis(redis_url)
         say(f"pageferry: starting {settings.prefill} prefill and {settings.decode} decode workers")
         for program in service_programs(settings, redis_url, self.port):

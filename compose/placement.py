@@ -23,6 +23,8 @@ MAX_DEFAULT_KV_BYTES = 1024 * 2**20
 """See `WorkerSettings.kv_memory_mib`: a worker takes a tenth of the free memory, at most this."""
 
 TOPOLOGY = Path("/sys/devices/system/cpu")
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/gpus")
+"""One entry per GPU, made by the driver; read instead of NVML so that `up` needs no library."""
 
 
 def parse_cores(text: str) -> list[int]:
@@ -72,6 +74,21 @@ def divide_cores(cores: Sequence[int], workers: int) -> list[str]:
     bounds = [i * len(cores) // workers for i in range(workers + 1)]
     shares = [cores[low:high] for low, high in itertools.pairwise(bounds)]
     return [",".join(str(core) for core in sorted(share)) for share in shares]
+
+
+def count_gpus(visible: str | None, driver: Path = NVIDIA_DRIVER) -> int:
+    """NVIDIA GPUs that a worker would see, given CUDA_VISIBLE_DEVICES (None: not set)."""
+    installed = len(list(driver.iterdir())) if driver.is_dir() else 0
+    if visible is None or not installed:
+        return installed
+    listed = [entry for entry in visible.split(",") if entry.strip() not in ("", "-1")]
+    return len(listed)
+
+
+def divide_gpus(gpus: int, workers: int, fraction: float) -> list[tuple[str, float]]:
+    """(--device, --gpu-memory-fraction) per worker: GPUs in turn; those that share one share it."""
+    on_gpu = [len(range(i, workers, gpus)) for i in range(gpus)]
+    return [(f"cuda:{i % gpus}", round(fraction / on_gpu[i % gpus], 4)) for i in range(workers)]
 
 
 def weight_bytes(model_dir: Path, dtype: str) -> int:

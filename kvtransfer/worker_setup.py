@@ -157,7 +157,9 @@ def _allocate(
         budget = min(free // 10, MAX_DEFAULT_KV_MIB << 20)
     else:
         free, total = torch.cuda.mem_get_info(device)
-        budget = int(free - (1 - settings.gpu_memory_fraction) * total)
+        # Counted by what we took ourselves, so that workers sharing a card do not depend on
+        # who loads first.
+        budget = int(settings.gpu_memory_fraction * total) - torch.cuda.memory_reserved(device)
     num_pages = _num_pages(settings, layout, budget, free)
     shape = (
         layout.num_layers,

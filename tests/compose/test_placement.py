@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from pageferry.compose.placement import (
     allowed_cores,
     check_memory,
+    count_gpus,
     divide_cores,
+    divide_gpus,
     parse_cores,
     pool_bytes,
     siblings_together,
@@ -100,3 +102,27 @@ def test_too_little_memory_is_one_sentence_with_the_figures(model_dir):
     )
     with pytest.raises(SettingsError, match="each 20 MiB of weights"):
         check_memory(model_dir, WorkerSettings(dtype="float32"), 2, MIB, "host")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "workers", "expected"),
+    [
+        (2, 2, [("cuda:0", 0.9), ("cuda:1", 0.9)]),
+        (1, 2, [("cuda:0", 0.45), ("cuda:0", 0.45)]),
+        (2, 3, [("cuda:0", 0.45), ("cuda:1", 0.9), ("cuda:0", 0.45)]),
+        (4, 2, [("cuda:0", 0.9), ("cuda:1", 0.9)]),
+    ],
+)
+def test_divide_gpus(gpus, workers, expected):
+    assert divide_gpus(gpus, workers, 0.9) == expected
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [(None, 3), ("", 0), ("-1", 0), ("0", 1), ("2,0", 2), ("GPU-1a,MIG-2b", 2)],
+)
+def test_count_gpus(visible, count, tmp_path):
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+    assert count_gpus(visible, tmp_path) == count
+    assert count_gpus(visible, tmp_path / "none") == 0
