@@ -82,7 +82,9 @@ async def test_a_disconnect_gives_pages_back_in_every_state(make_stack: Any) -> 
             await asyncio.sleep(wait_s)
             for call in calls:
                 call.cancel()
-            await asyncio.gather(*calls, return_exceptions=True)
+            for reply in await asyncio.gather(*calls, return_exceptions=True):
+                if isinstance(reply, aiohttp.ClientResponse):
+                    reply.close()
     await asyncio.to_thread(stack.wait_idle, 5)
 
 
