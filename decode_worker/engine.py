@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import queue
-import threading
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
@@ -19,6 +18,7 @@ import torch
 from pageferry.decode_worker.scheduler import Limits, Scheduler, StepPlan, Work
 from pageferry.decode_worker.sequence import Sequence
 from pageferry.kernels.runner import BadChunk, Chunk, ModelRunner, Sampled, SampleSpec
+from pageferry.kvtransfer.engine_thread import IDLE_WAIT_S, StepWatch
 from pageferry.kvtransfer.handoff import Intake
 from pageferry.kvtransfer.outcome import token_event
 from pageferry.kvtransfer.pool import PagePool
@@ -28,10 +28,6 @@ from pageferry.kvtransfer.wire import Cancel, Event, Kind, Request
 log = logging.getLogger(__name__)
 
 Emit = Callable[[Iterable[tuple[str, Event]]], None]
-
-IDLE_WAIT_S = 0.5
-MAX_FAILED_STEPS = 3
-"""Steps that may fail one after another before the worker gives up and leaves."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +76,8 @@ class Engine:
         self._runner = runner
         self._emit = emit
         self._stopping = False
-        self._failed_steps = 0
+        self._watch = StepWatch(pool)
         self._cancelled = RecentCancels()
-        self._checked_idle = False
 
     # -- what other threads may read; plain attributes, momentary values
 
@@ -123,8 +118,7 @@ class Engine:
         except RuntimeError:  # torch's other errors, out of memory included
             self._failed(plan)
             return
-        self._failed_steps = 0
-        self._checked_idle = False
+        self._watch.succeeded()
         self.num_steps += 1
         self.step_seconds += time.monotonic() - begun
         self._report(plan.work, sampled)
@@ -166,9 +160,7 @@ class Engine:
     def _failed(self, plan: StepPlan) -> None:
         """Nothing of the step counts. Its requests go back; a broken device ends the worker."""
         log.exception("step with %d sequences failed", len(plan.work))
-        self._failed_steps += 1
-        if self._failed_steps == MAX_FAILED_STEPS:
-            raise RuntimeError(f"{MAX_FAILED_STEPS} steps failed in a row: the worker gives up")
+        self._watch.failed()
         victims = [work.sequence for work in plan.work]
         for sequence in victims:
             self._drop_poisoned(sequence)
@@ -194,9 +186,7 @@ class Engine:
         try:
             self._handle(self.inbox.get(timeout=IDLE_WAIT_S))
         except queue.Empty:
-            if not self._checked_idle:
-                self.scheduler.pool.check_integrity()
-                self._checked_idle = True
+            self._watch.idle()
 
     def _handle(self, message: Message) -> None:
         match message:
@@ -274,18 +264,3 @@ def _chunk(work: Work) -> Chunk:
         block_table=sequence.page_ids,
         sample=spec,
     )
-
-
-def start_thread(engine: Engine, failed: Callable[[BaseException], None]) -> threading.Thread:
-    """Run the loop in a daemon thread; `failed` hears of the exception that ended it."""
-
-    def body() -> None:
-        try:
-            engine.run()
-        except BaseException as error:
-            log.exception("engine ended")
-            failed(error)
-
-    thread = threading.Thread(target=body, name="engine", daemon=True)
-    thread.start()
-    return thread

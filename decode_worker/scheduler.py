@@ -65,6 +65,10 @@ class Scheduler:
     def add_local(self, sequence: Sequence) -> None:
         """A request to prefill here; it waits until its prompt's pages can be had."""
         self._number(sequence)
+        page_size = self.pool.page_size
+        # The last token is always computed, so a full hit gives up its last page.
+        usable = (len(sequence.token_ids) - 1) // page_size * page_size
+        sequence.hashes = self.pool.hash_prefix(sequence.token_ids[:usable], sequence.request.salt)
         self.waiting.append(sequence)
 
     def add_sealed(self, sequence: Sequence) -> None:
@@ -132,12 +136,7 @@ class Scheduler:
     def _allocate_prompt(self, sequence: Sequence) -> bool:
         """Pages for all tokens so far and the next one, or nothing."""
         page_size = self.pool.page_size
-        # The last token is always computed, so a full hit gives up its last page.
-        usable = (len(sequence.token_ids) - 1) // page_size
-        hashes = self.pool.hash_prefix(
-            sequence.token_ids[: usable * page_size], sequence.request.salt
-        )
-        cached = self.pool.match(hashes)
+        cached = self.pool.match(sequence.hashes)
         needed = -(-(len(sequence.token_ids) + 1) // page_size) - len(cached)
         reserve = self.limits.watermark_pages if self.running else 0
         if self.pool.ledger().available < needed + reserve:

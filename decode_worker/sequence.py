@@ -24,6 +24,8 @@ class Sequence:
     """Tokens whose K and V are in the pages."""
     num_cached_tokens: int = 0
     """Of those, how many came from the prefix cache."""
+    hashes: list[bytes] = field(default_factory=list)
+    """Prefix hashes to look for when admitted; set once, while it waits nothing changes them."""
     arrival: int = 0
     """Order of arrival on this worker, set by the scheduler."""
 

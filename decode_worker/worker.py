@@ -23,11 +23,11 @@ from pageferry.decode_worker.engine import (
     GiveBack,
     LocalRequest,
     Stop,
-    start_thread,
 )
 from pageferry.decode_worker.scheduler import Limits
 from pageferry.kvtransfer import metric_names as names
 from pageferry.kvtransfer.bus import TRANSIENT
+from pageferry.kvtransfer.engine_thread import start_thread
 from pageferry.kvtransfer.handoff import NEVER, Intake
 from pageferry.kvtransfer.handoff_server import HandoffServer, ServerOptions
 from pageferry.kvtransfer.keys import FIELD

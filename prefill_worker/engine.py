@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from pageferry.kernels.runner import BadChunk, Chunk, ModelRunner, SampleSpec
+from pageferry.kvtransfer.engine_thread import IDLE_WAIT_S, StepWatch
 from pageferry.kvtransfer.outcome import token_event
 from pageferry.kvtransfer.pool import PagePool
 from pageferry.kvtransfer.wire import Event
@@ -23,10 +23,6 @@ from pageferry.prefill_worker.job import Job
 from pageferry.prefill_worker.scheduler import Scheduler, Work
 
 log = logging.getLogger(__name__)
-
-IDLE_WAIT_S = 0.5
-MAX_FAILED_STEPS = 3
-"""Steps that may fail one after another before the worker gives up and leaves."""
 
 
 class StepFailed(RuntimeError):
@@ -64,8 +60,7 @@ class Engine:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._results: dict[Job, Future[Event]] = {}
         self._stopping = False
-        self._failed_steps = 0
-        self._checked_idle = False
+        self._watch = StepWatch(pool)
 
     def compute(self, job: Job) -> Future[Event]:
         """The event of the job's first token; `StepFailed` when its step went wrong."""
@@ -134,8 +129,7 @@ class Engine:
         except RuntimeError as error:  # torch's other errors, out of memory included
             self._failed(work, error)
             return
-        self._failed_steps = 0
-        self._checked_idle = False
+        self._watch.succeeded()
         self.num_steps += 1
         self.step_seconds += time.monotonic() - begun
         for (item, (_, end)), token in zip(ready, sampled, strict=True):
@@ -177,9 +171,7 @@ class Engine:
 
     def _failed(self, work: list[Work], error: RuntimeError) -> None:
         log.exception("step with %d prompts failed", len(work))
-        self._failed_steps += 1
-        if self._failed_steps == MAX_FAILED_STEPS:
-            raise RuntimeError(f"{MAX_FAILED_STEPS} steps failed in a row: the worker gives up")
+        self._watch.failed()
         for item in work:
             self.scheduler.remove(item.job)
             # What the failed step left in its pages must not become cache.
@@ -194,9 +186,7 @@ class Engine:
         try:
             self._inbox.get(timeout=IDLE_WAIT_S)()
         except queue.Empty:
-            if not self._checked_idle:
-                self.scheduler.pool.check_integrity()
-                self._checked_idle = True
+            self._watch.idle()
 
 
 def push_all_layers(job: Job, first: int, end: int, num_layers: int) -> None:
@@ -230,18 +220,3 @@ def _resolve(future: Future[Event] | None, outcome: Event | Exception) -> None:
             future.set_result(outcome)
     except InvalidStateError:
         log.debug("result of a cancelled job dropped")
-
-
-def start_thread(engine: Engine, failed: Callable[[BaseException], None]) -> threading.Thread:
-    """Run the loop in a daemon thread; `failed` hears of the exception that ended it."""
-
-    def body() -> None:
-        try:
-            engine.run()
-        except BaseException as error:
-            log.exception("engine ended")
-            failed(error)
-
-    thread = threading.Thread(target=body, name="engine", daemon=True)
-    thread.start()
-    return thread

@@ -26,6 +26,7 @@ from redis.exceptions import ResponseError
 
 from pageferry.kvtransfer import metric_names as names
 from pageferry.kvtransfer.bus import TRANSIENT, ensure_groups
+from pageferry.kvtransfer.engine_thread import start_thread
 from pageferry.kvtransfer.handoff import HandoffFailed
 from pageferry.kvtransfer.handoff_client import ClientOptions
 from pageferry.kvtransfer.keys import FIELD, PREFILL_GROUP
@@ -40,7 +41,6 @@ from pageferry.prefill_worker.engine import (
     Limits,
     StepFailed,
     push_all_layers,
-    start_thread,
 )
 from pageferry.prefill_worker.ferry import Ferry
 from pageferry.prefill_worker.job import Job

@@ -14,10 +14,10 @@ from pageferry.decode_worker.engine import (
     GiveBack,
     LocalRequest,
     Stop,
-    start_thread,
 )
 from pageferry.decode_worker.scheduler import Limits
 from pageferry.kernels.runner import Chunk, Sampled
+from pageferry.kvtransfer.engine_thread import start_thread
 from pageferry.kvtransfer.handoff import Intake
 from pageferry.kvtransfer.pool import PagePool
 from pageferry.kvtransfer.wire import Cancel, Event, Kind, Request, SamplingParams
