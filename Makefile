@@ -10,7 +10,7 @@ REDIS_URL ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
-PACKAGE_FILES := pyproject.toml constraints.txt $(wildcard setup.py)
+PACKAGE_FILES := pyproject.toml constraints.txt setup.py $(wildcard kernels/native/*)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

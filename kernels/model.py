@@ -5,6 +5,9 @@ schedulers or workers. Per layer: norm, fused q/k/v projection, rotation, K/V st
 (then `on_layer`), attention over pages, output projection, norm, gated MLP. The residual stream is
 added inside the norms.
 
+On CPU the weights go into a `NativeDecoder` instead, where its library is installed and knows the
+data type.
+
 Loading is strict: each tensor of the checkpoint is used exactly once or is on `IGNORED`, has the
 shape that the configuration implies, and none is left out; otherwise `BadCheckpoint` names it.
 """
@@ -21,9 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pageferry.kernels import ops
+from pageferry.kernels import native, native_model, ops
 from pageferry.kernels.batch import AttentionBatch
 from pageferry.kernels.config import ModelConfig
+from pageferry.kernels.native_model import NativeDecoder
 from pageferry.kernels.rope import cos_sin_table
 from pageferry.kernels.weights import BadCheckpoint, Checkpoint, open_checkpoint
 
@@ -150,9 +154,12 @@ class Decoder:
         return x if multiplier == 1.0 else x * multiplier
 
 
+Model = Decoder | NativeDecoder
+
+
 def load_model(
     path: Path, device: torch.device, dtype: torch.dtype, max_positions: int | None = None
-) -> Decoder:
+) -> Model:
     """Load a directory of config.json and safetensors.
 
     `max_positions` limits the rotation table, which takes 4 * head_dim bytes per position.
@@ -161,21 +168,26 @@ def load_model(
     config = ModelConfig.from_dir(path)
     checkpoint = open_checkpoint(path)
     loader = _Loader(checkpoint, config, device, dtype)
-    embedding = loader.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-    layers = tuple(loader.layer(i) for i in range(config.num_layers))
-    final_norm = loader.take("model.norm.weight", config.hidden_size)
-    lm_head = loader.head(embedding)
-    loader.finish()
     limit = min(max_positions or config.max_position_embeddings, config.max_position_embeddings)
-    table = cos_sin_table(config.rope, config.head_dim, limit).to(device)
+    ends = loader.ends(cos_sin_table(config.rope, config.head_dim, limit).to(device))
+    lib = native.library()
+    if lib is not None and native_model.usable(config, device, dtype):
+        packer = native_model.Packer(config, dtype, lib)
+        packed = [
+            packer.layer(loader.layer(i), config.windows[i]) for i in range(config.num_layers)
+        ]
+        loader.finish()
+        return packer.finish(packed, ends, checkpoint.fingerprint)
+    layers = tuple(loader.layer(i) for i in range(config.num_layers))
+    loader.finish()
     return Decoder(
         config=config,
         fingerprint=checkpoint.fingerprint,
-        embedding=embedding,
+        embedding=ends.embedding,
         layers=layers,
-        final_norm=final_norm,
-        lm_head=lm_head,
-        rope_table=table,
+        final_norm=ends.final_norm,
+        lm_head=ends.lm_head,
+        rope_table=ends.rope_table,
     )
 
 
@@ -243,6 +255,16 @@ class _Loader:
         if not present:
             return None
         return self.fuse(*((f"{name}.bias", (rows,)) for name, rows in parts))
+
+    def ends(self, rope_table: Tensor) -> native_model.Ends:
+        c = self.config
+        embedding = self.take("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
+        return native_model.Ends(
+            embedding=embedding,
+            final_norm=self.take("model.norm.weight", c.hidden_size),
+            lm_head=self.head(embedding),
+            rope_table=rope_table,
+        )
 
     def head(self, embedding: Tensor) -> Tensor:
         """The output matrix. A tied model may carry an equal copy, which is dropped."""

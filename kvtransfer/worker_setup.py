@@ -16,7 +16,7 @@ import torch
 
 from pageferry.kernels.config import ModelConfig
 from pageferry.kernels.devices import pick_device, pick_dtype, pin_cores
-from pageferry.kernels.model import Decoder, load_model
+from pageferry.kernels.model import Model, load_model
 from pageferry.kernels.runner import ModelRunner
 from pageferry.kvtransfer.cuda_store import TensorStore
 from pageferry.kvtransfer.device_health import Cuda, HealthMonitor
@@ -44,7 +44,7 @@ class WorkerParts:
     role: str
     settings: WorkerSettings
     keys: Keys
-    model: Decoder
+    model: Model
     pool: PagePool
     memory: PageStore
     runner: ModelRunner

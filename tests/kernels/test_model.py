@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pageferry.kernels.config import UnsupportedModel
+from pageferry.kernels import native
 from pageferry.kernels.model import load_model
 from pageferry.kernels.weights import BadCheckpoint
 
@@ -131,7 +132,8 @@ def broken(make_model: Any, tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
-def test_tied_head_is_the_embedding(make_model: Any) -> None:
+def test_tied_head_is_the_embedding(make_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", lambda: None)
     tied, untied = make_model("smollm2").load(), make_model("llama").load()
     assert tied.lm_head is tied.embedding
     assert untied.lm_head is not untied.embedding
@@ -178,8 +180,12 @@ def test_rotary_buffers_are_ignored(broken: Any) -> None:
 
 
 def test_extra_tied_head_must_be_equal(
-    broken: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    broken: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(native, "library", lambda: None)
     embed = "model.embed_tokens.weight"
     path = broken("smollm2", lambda t: t.update({"lm_head.weight": t[embed].clone()}))
     model = load_model(path, CPU, torch.float32)

@@ -1,0 +1,349 @@
+// Matrix blocks and prefill attention in AMX tiles: one instruction multiplies 16 rows of 32
+// bfloat16 with 32 x 16, in 16 cycles. Decode rows use the kernels of AVX512-BF16.
+#define PF_ISA amx
+#define PF_LANES 16
+#include "bf16_ops.h"
+
+namespace pf {
+namespace amx {
+
+// Eight tiles of 16 rows of 64 bytes; rows that do not matter are computed and dropped.
+inline void configure() {
+  alignas(64) static const struct {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  } config;
+  _tile_loadconfig(&config);
+}
+
+// gcc's tile loads do not tell the compiler that they read memory: what was written before must
+// be in memory by then.
+inline void written() { __asm__ volatile("" ::: "memory"); }
+
+// ---------------------------------------------------------------- matrix blocks
+
+// Up to 16 rows with four blocks: four streams of weights from memory.
+inline void block_rows16(const Block &b) {
+  const char *x = (const char *)b.x, *w0 = (const char *)b.w[0], *w1 = (const char *)b.w[1];
+  const char *w2 = (const char *)b.w[2], *w3 = (const char *)b.w[3];
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t k = 0; k < b.k; k += 32) {
+    _tile_loadd(4, x + k * 2, b.stride * 2);
+    _tile_loadd(5, w0 + k * 32, 64);
+    _tile_dpbf16ps(0, 4, 5);
+    _tile_loadd(6, w1 + k * 32, 64);
+    _tile_dpbf16ps(1, 4, 6);
+    _tile_loadd(7, w2 + k * 32, 64);
+    _tile_dpbf16ps(2, 4, 7);
+    _tile_loadd(5, w3 + k * 32, 64);
+    _tile_dpbf16ps(3, 4, 5);
+  }
+  _tile_stored(0, b.out, WIDTH * 4);
+  _tile_stored(1, b.out + ROWS * WIDTH, WIDTH * 4);
+  _tile_stored(2, b.out + 2 * ROWS * WIDTH, WIDTH * 4);
+  _tile_stored(3, b.out + 3 * ROWS * WIDTH, WIDTH * 4);
+}
+
+// Up to 32 rows with two blocks.
+inline void block_rows32(const Block &b) {
+  const char *x = (const char *)b.x, *w0 = (const char *)b.w[0], *w1 = (const char *)b.w[1];
+  const char *y = x + (b.rows > 16 ? 16 * b.stride * 2 : 0);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t k = 0; k < b.k; k += 32) {
+    _tile_loadd(6, w0 + k * 32, 64);
+    _tile_stream_loadd(4, x + k * 2, b.stride * 2);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, w1 + k * 32, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_stream_loadd(5, y + k * 2, b.stride * 2);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_stored(0, b.out, WIDTH * 4);
+  _tile_stored(1, b.out + ROWS * WIDTH, WIDTH * 4);
+  _tile_stored(2, b.out + 16 * WIDTH, WIDTH * 4);
+  _tile_stored(3, b.out + (ROWS + 16) * WIDTH, WIDTH * 4);
+}
+
+void tile_block(const Block &b) {
+  written();
+  b.blocks == 4 ? block_rows16(b) : block_rows32(b);
+}
+
+// ---------------------------------------------------------------- prefill attention
+
+constexpr int64_t KEYS_AT_ONCE = 128;
+constexpr int64_t TILE = 512;  // bfloat16 elements
+constexpr int64_t TOGETHER = 2;  // row tiles that take each step together: what one writes has
+                                 // reached memory before a tile load wants it
+
+// 16 rows of 16 dwords, transposed.
+inline void transpose16(__m512i *r) {
+  __m512i t[16];
+  for (int i = 0; i < 8; i++) {
+    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+  for (int i = 0; i < 4; i++) {
+    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  }
+  for (int i = 0; i < 4; i++) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 8; i++) {
+    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+  }
+}
+
+struct Tiles {
+  int64_t key_blocks, value_blocks;  // head_dim in blocks of 32 and of 16
+  int64_t width;                     // of a row of acc: 16 * value_blocks
+  bf16 *q;                           // [rows padded to 16, 32 * key_blocks]
+  bf16 *keys;                        // [KEYS_AT_ONCE / 16, key_blocks] tiles, transposed
+  bf16 *values;                      // [KEYS_AT_ONCE / 32, value_blocks] tiles
+  bf16 *p;                           // [16, KEYS_AT_ONCE] for each of TOGETHER row tiles
+  float *scores;                     // the same
+  float *acc, *maxima, *sums;        // [rows padded to 16, width]; per row
+};
+
+inline Tiles carve(const Attend &a, int64_t rows) {
+  Tiles t;
+  t.key_blocks = round_up(a.head_dim, 32) / 32;
+  t.value_blocks = round_up(a.head_dim, 16) / 16;
+  t.width = 16 * t.value_blocks;
+  char *at = (char *)a.scratch;
+  t.q = (bf16 *)at, at += rows * t.key_blocks * 64;
+  t.keys = (bf16 *)at, at += KEYS_AT_ONCE / 16 * t.key_blocks * TILE * 2;
+  t.values = (bf16 *)at, at += KEYS_AT_ONCE / 32 * t.value_blocks * TILE * 2;
+  t.p = (bf16 *)at, at += TOGETHER * 16 * KEYS_AT_ONCE * 2;
+  t.scores = (float *)at, at += TOGETHER * 16 * KEYS_AT_ONCE * 4;
+  t.acc = (float *)at, at += rows * t.width * 4;
+  t.maxima = (float *)at, at += round_up(rows, 16) * 4;
+  t.sums = (float *)at;
+  return t;
+}
+
+inline void load_queries(const Attend &a, const Tiles &t, int64_t rows, int64_t padded) {
+  int64_t d = a.head_dim, wide = 32 * t.key_blocks;
+  for (int64_t r = 0; r < padded; r++) {
+    const float *q = a.q + r / a.group * a.q_stride + r % a.group * d;
+    for (int64_t i = 0; i < wide; i += 16)
+      store(t.q + r * wide + i, r < rows && i < d ? load_part(q + i, d - i) : F{});
+    t.maxima[r] = -INFINITY, t.sums[r] = 0;
+  }
+  memset(t.acc, 0, padded * t.width * sizeof(float));
+}
+
+// Keys [first, first + count) and zeros behind them, as tiles.
+inline void load_keys(const Attend &a, const Tiles &t, int64_t first, int64_t count) {
+  const bf16 *at[KEYS_AT_ONCE];
+  int64_t padded = round_up(count, 32);
+  for (int64_t j = 0; j < count; j++) at[j] = key_at<bf16>(a, first + j);
+  for (int64_t j = 0; j < padded; j += 16)
+    for (int64_t b = 0; b < t.key_blocks; b++) {
+      __m512i row[16];
+      for (int64_t i = 0; i < 16; i++)
+        row[i] = j + i < count
+                     ? _mm512_maskz_loadu_epi16(columns(a.head_dim, 32 * b), at[j + i] + 32 * b)
+                     : _mm512_setzero_si512();
+      transpose16(row);
+      bf16 *tile = t.keys + (j / 16 * t.key_blocks + b) * TILE;
+      for (int64_t i = 0; i < 16; i++) _mm512_store_si512(tile + i * 32, row[i]);
+    }
+  const __m512i weave = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24,
+                                         8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  for (int64_t j = 0; j < padded; j += 2)
+    for (int64_t b = 0; b < t.value_blocks; b++) {
+      __mmask16 mask = (__mmask16)columns(a.head_dim, 16 * b);
+      __m256i even = _mm256_setzero_si256(), odd = even;
+      if (j < count) even = _mm256_maskz_loadu_epi16(mask, at[j] + a.value_offset + 16 * b);
+      if (j + 1 < count) odd = _mm256_maskz_loadu_epi16(mask, at[j + 1] + a.value_offset + 16 * b);
+      __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(even), odd, 1);
+      bf16 *tile = t.values + (j / 32 * t.value_blocks + b) * TILE;
+      _mm512_store_si512(tile + j % 32 / 2 * 32, _mm512_permutexvar_epi16(weave, both));
+    }
+}
+
+// scores [16, keys] of the row tile at `row`.
+inline void score(const Tiles &t, int64_t row, int64_t keys) {
+  const bf16 *q = t.q + row * 32 * t.key_blocks;
+  int64_t stride = 64 * t.key_blocks, step = t.key_blocks * TILE;
+  for (int64_t j = 0; j < keys; j += 32) {
+    const bf16 *tile = t.keys + j / 16 * step;
+    _tile_zero(0);
+_tile_zero(1);
+    for (int64_t b = 0; b < t.key_blocks; b++) {
+      _tile_loadd(4, q + 32 * b, stride);
+      _tile_loadd(5, tile + b * TILE, 64);
+      _tile_loadd(6, tile + step + b * TILE, 64);
+      _tile_dpbf16ps(0, 4, 5);
+      _tile_dpbf16ps(1, 4, 6);
+    }
+    _tile_stored(0, t.scores + j, KEYS_AT_ONCE * 4);
+    _tile_stored(1, t.scores + j + 16, KEYS_AT_ONCE * 4);
+  }
+}
+
+// Scores of the row tile become weights `p`; sums and maxima go on, acc is scaled to them.
+inline void soften(const Attend &a, const Tiles &t, int64_t row, int64_t keys) {
+  const float scale = a.scale * LOG2E;
+  for (int64_t r = 0; r < 16; r++) {
+    const float *s = t.scores + r * KEYS_AT_ONCE;
+    bf16 *p = t.p + r * KEYS_AT_ONCE;
+    __m512 top = _mm512_loadu_ps(s);
+    for (int64_t j = 16; j < keys; j += 16) top = _mm512_max_ps(top, _mm512_loadu_ps(s + j));
+    float old = t.maxima[row + r];
+    float best = _mm512_reduce_max_ps(top) * scale;
+    best = old > best ? old : best;
+    float base = best > -INFINITY ? best : 0;  // a row that has seen no key yet: weights are 0
+    F total = {};
+    for (int64_t j = 0; j < keys; j += 16) {
+      F e = (F)exp2_coarse((__m512)(load(s + j) * scale - base));
+      total += e;
+      store(p + j, e);
+    }
+    float sums = _mm512_reduce_add_ps((__m512)total);
+    if (best == old) {
+      t.sums[row + r] += sums;
+      continue;
+    }
+    float shrink = exp2(splat(old - base))[0];
+    t.maxima[row + r] = best;
+    t.sums[row + r] = t.sums[row + r] * shrink + sums;
+    float *acc = t.acc + (row + r) * t.width;
+    for (int64_t i = 0; i < t.width; i += 16) store(acc + i, load(acc + i) * shrink);
+  }
+}
+
+template <int N> inline void weigh_tiles(const Tiles &t, float *acc, int64_t column, int64_t keys) {
+  int64_t stride = t.width * 4, step = t.value_blocks * TILE;
+  const bf16 *tile = t.values + column * TILE;
+  acc += column * 16;
+  _tile_loadd(0, acc, stride);
+  if constexpr (N > 1) _tile_loadd(1, acc + 16, stride);
+  if constexpr (N > 2) _tile_loadd(2, acc + 32, stride);
+  if constexpr (N > 3) _tile_loadd(3, acc + 48, stride);
+  for (int64_t j = 0; j < keys; j += 32, tile += step) {
+    _tile_loadd(4, t.p + j, KEYS_AT_ONCE * 2);
+    _tile_loadd(5, tile, 64);
+    _tile_dpbf16ps(0, 4, 5);
+    if constexpr (N > 1) { _tile_loadd(6, tile + TILE, 64); _tile_dpbf16ps(1, 4, 6); }
+    if constexpr (N > 2) { _tile_loadd(7, tile + 2 * TILE, 64); _tile_dpbf16ps(2, 4, 7); }
+    if constexpr (N > 3) { _tile_loadd(5, tile + 3 * TILE, 64); _tile_dpbf16ps(3, 4, 5); }
+  }
+  _tile_stored(0, acc, stride);
+  if constexpr (N > 1) _tile_stored(1, acc + 16, stride);
+  if constexpr (N > 2) _tile_stored(2, acc + 32, stride);
+  if constexpr (N > 3) _tile_stored(3, acc + 48, stride);
+}
+
+inline void weigh_values(const Tiles &t, int64_t row, int64_t keys) {
+  float *acc = t.acc + row * t.width;
+  int64_t c = 0;
+  for (; c + 4 <= t.value_blocks; c += 4) weigh_tiles<4>(t, acc, c, keys);
+  if (t.value_blocks - c == 3) weigh_tiles<3>(t, acc, c, keys);
+  if (t.value_blocks - c == 2) weigh_tiles<2>(t, acc, c, keys);
+  if (t.value_blocks - c == 1) weigh_tiles<1>(t, acc, c, keys);
+}
+
+// -inf for what a row of the tile may not see.
+inline void mask(const Attend &a, const Tiles &t, int64_t row, int64_t first, int64_t keys) {
+  for (int64_t r = 0; r < 16; r++) {
+    int64_t own = a.position + (row + r) / a.group;
+    int64_t high = own + 1 - first, low = window_start(a, own) - first;
+    float *s = t.scores + r * KEYS_AT_ONCE;
+    for (int64_t j = 0; j < keys; j += 16) {
+      if (j >= low && j + 16 <= high) continue;
+      for (int64_t i = j; i < j + 16; i++)
+        if (i < low || i >= high) s[i] = -INFINITY;
+    }
+  }
+}
+
+// What 16 rows from `row` on see of the keys from `first` on: the number of keys, to a multiple of
+// 32, and whether some of these are hidden from some rows.
+struct Sight {
+  int64_t keys;
+  bool partial;
+};
+
+inline Sight sight(const Attend &a, int64_t row, int64_t rows, int64_t first, int64_t count) {
+  int64_t oldest = a.position + row / a.group;
+  int64_t newest = a.position + (row + 16 < rows ? row + 15 : rows - 1) / a.group;
+  if (newest < first || window_start(a, oldest) >= first + count) return {0, false};
+  int64_t keys = round_up(newest + 1 - first < count ? newest + 1 - first : count, 32);
+  return {keys, oldest + 1 - first < keys || window_start(a, newest) > first};
+}
+
+void attend_tiles(const Attend &a) {
+  const int64_t rows = a.tokens * a.group, padded = round_up(rows, 16);
+  const int64_t end = a.position + a.tokens;
+  Tiles t = carve(a, padded);
+  load_queries(a, t, rows, padded);
+  for (int64_t first = window_start(a, a.position); first < end; first += KEYS_AT_ONCE) {
+    int64_t count = end - first < KEYS_AT_ONCE ? end - first : KEYS_AT_ONCE;
+    load_keys(a, t, first, count);
+    for (int64_t row = 0; row < padded; row += 16 * TOGETHER) {
+      Tiles part[TOGETHER];
+      Sight seen[TOGETHER] = {};
+      written();
+      for (int64_t i = 0; i < TOGETHER && row + 16 * i < padded; i++) {
+        part[i] = t;
+        part[i].p += i * 16 * KEYS_AT_ONCE;
+        part[i].scores += i * 16 * KEYS_AT_ONCE;
+        seen[i] = sight(a, row + 16 * i, rows, first, count);
+        if (seen[i].keys) score(part[i], row + 16 * i, seen[i].keys);
+      }
+      for (int64_t i = 0; i < TOGETHER; i++) {
+        if (!seen[i].keys) continue;
+        if (seen[i].partial) mask(a, part[i], row + 16 * i, first, seen[i].keys);
+        soften(a, part[i], row + 16 * i, seen[i].keys);
+      }
+      written();
+      for (int64_t i = 0; i < TOGETHER; i++)
+        if (seen[i].keys) weigh_values(part[i], row + 16 * i, seen[i].keys);
+    }
+  }
+  for (int64_t r = 0; r < rows; r++) {
+    bf16 *out = (bf16 *)a.out + r / a.group * a.out_stride + r % a.group * a.head_dim;
+    for (int64_t i = 0; i < a.head_dim; i += 16)
+      store_part(out + i, load(t.acc + r * t.width + i) / t.sums[r], a.head_dim - i);
+  }
+}
+
+void attend_bf16(const Attend &a) { a.tokens < FEW_TOKENS ? attend_rows(a) : attend_tiles(a); }
+
+const Backend &backend() {
+  static const Backend backend = {
+      .bf16_activations = true,
+      .block_f32 = block<float>,
+      .block_bf16 = tile_block,
+      .finish_f32 = finish<float>,
+      .finish_bf16 = finish<bf16>,
+      .norm_f32 = norm<float>,
+      .norm_bf16 = norm<bf16>,
+      .rope_f32 = rope<float>,
+      .rope_bf16 = rope<bf16>,
+      .attend_f32 = attend<float, float>,
+      .attend_bf16 = attend_bf16,
+      .begin = configure,
+  };
+  return backend;
+}
+
+}  // namespace amx
+}  // namespace pf
