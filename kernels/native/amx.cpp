@@ -7,14 +7,17 @@
 namespace pf {
 namespace amx {
 
+struct Shapes {
+  uint8_t palette, start_row, reserved[14];
+  uint16_t bytes[16];
+  uint8_t rows[16];
+};
+
 // Eight tiles of 16 rows of 64 bytes; rows that do not matter are computed and dropped.
 inline void configure() {
-  alignas(64) static const struct {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-  } config;
-  _tile_loadconfig(&config);
+  alignas(64) static const Shapes shapes = {
+      1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+  _tile_loadconfig(&shapes);
 }
 
 // gcc's tile loads do not tell the compiler that they read memory: what was written before must
@@ -325,7 +328,164 @@ void attend_tiles(const Attend &a) {
   }
 }
 
-void attend_bf16(const Attend &a) { a.tokens < FEW_TOKENS ? attend_rows(a) : attend_tiles(a); }
+// ---------------------------------------------------------------- decode attention
+
+// `vdpbf16ps` takes two cycles: with three query heads a key, the products in tiles are three
+// times as fast. Tiles 0-3: results of four heads, 16 columns each; 4: keys or values; 5: queries
+// of four heads; 6: scores; 7: weights of four heads for 32 keys.
+//
+// Scores come as [16 keys, 4 heads] and are turned into one vector a head, whose lane 4 i + e is
+// key 4 e + i; values are woven in the same order. Weaving leaves columns in groups of four: of 32,
+// groups 0, 2, 4, 6 in one tile, 1, 3, 5, 7 in the next.
+struct TileKernel {
+  static constexpr int64_t ALIGN = 16;
+
+  static bool fits(const Attend &a) { return a.head_dim % 32 == 0 && a.page_size % 16 == 0; }
+
+  static void configure() {
+    alignas(64) static const Shapes shapes = {
+        1, 0, {}, {64, 64, 64, 64, 64, 16, 16, 64}, {4, 4, 4, 4, 16, 16, 16, 4}};
+    _tile_loadconfig(&shapes);
+  }
+
+  // Queries as pairs of columns: [head_dim / 2, 4 heads, 2].
+  static void begin(const Attend &a, Chunk c, int64_t head, Row *row) {
+    bf16 *q = row->q + c.first * row->wide;
+    for (int64_t g = 0; g < c.count; g++)
+      for (int64_t i = 0; i < a.head_dim; i++)
+        narrow(a.q[(head + g) * a.head_dim + i], q + (i / 2 * 4 + g) * 2 + i % 2);
+  }
+
+  static void turn(float *scores, int64_t j, float *out) {
+    __m512 r0 = _mm512_loadu_ps(scores), r1 = _mm512_loadu_ps(scores + 16);
+    __m512 r2 = _mm512_loadu_ps(scores + 32), r3 = _mm512_loadu_ps(scores + 48);
+    __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(r0, r1));
+    __m512d b = _mm512_castps_pd(_mm512_unpackhi_ps(r0, r1));
+    __m512d c = _mm512_castps_pd(_mm512_unpacklo_ps(r2, r3));
+    __m512d d = _mm512_castps_pd(_mm512_unpackhi_ps(r2, r3));
+    _mm512_storeu_ps(out + j, _mm512_castpd_ps(_mm512_unpacklo_pd(a, c)));
+    _mm512_storeu_ps(out + RUN + j, _mm512_castpd_ps(_mm512_unpackhi_pd(a, c)));
+    _mm512_storeu_ps(out + 2 * RUN + j, _mm512_castpd_ps(_mm512_unpacklo_pd(b, d)));
+    _mm512_storeu_ps(out + 3 * RUN + j, _mm512_castpd_ps(_mm512_unpackhi_pd(b, d)));
+  }
+
+  // Key of each lane.
+  static __m512i lane_keys() {
+    return _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+  }
+
+  static void hide(const Run &run, int64_t j, float *scores) {
+    __m512i key = _mm512_add_epi32(lane_keys(), _mm512_set1_epi32((int)j));
+    __mmask16 out = _mm512_cmplt_epi32_mask(key, _mm512_set1_epi32((int)run.hidden)) |
+                    _mm512_cmpge_epi32_mask(key, _mm512_set1_epi32((int)run.count));
+    for (int g = 0; g < 4; g++)
+      _mm512_mask_storeu_ps(scores + g * RUN + j, out, _mm512_set1_ps(-INFINITY));
+  }
+
+  // 32 keys from j on, 64 columns from i on, as tiles. Keys behind the last count as zeros: their
+  // slots may hold anything.
+  static void weave(const Run &run, int64_t j, int64_t offset, int64_t columns32, bf16 *tiles,
+                    const Ahead *ahead) {
+    for (int64_t pair = 0; pair < 16; pair++) {
+      for (int64_t k = 0; ahead && k < 2; k++) ahead->fetch(j + 2 * pair + k, offset);
+      int64_t even = j + pair / 8 * 16 + pair % 8 / 2 + pair % 2 * 8, odd = even + 4;
+      const bf16 *a = run.keys[even] + offset, *b = run.keys[odd] + offset;
+      __mmask32 has_even = even < run.count ? ~0u : 0, has_odd = odd < run.count ? ~0u : 0;
+      for (int64_t i = 0; i < columns32; i++) {
+        __m512i x = _mm512_maskz_loadu_epi16(has_even, a + 32 * i);
+        __m512i y = _mm512_maskz_loadu_epi16(has_odd, b + 32 * i);
+        _mm512_store_si512(tiles + 2 * i * TILE + pair * 32, _mm512_unpacklo_epi16(x, y));
+        _mm512_store_si512(tiles + (2 * i + 1) * TILE + pair * 32, _mm512_unpackhi_epi16(x, y));
+      }
+    }
+  }
+
+  static void run(const Attend &a, const Run &run, Chunk c, Row *row, const Ahead &ahead) {
+    const int64_t d = a.head_dim, offset = c.kv_head * a.head_stride;
+    const int64_t used = round_up(run.count, 32);
+    const bf16 *q = row->q + c.first * row->wide;
+    alignas(64) float scores[RUN * 4];
+    alignas(64) bf16 tiles[RUN / 32][4 * TILE];
+    written();
+    for (int64_t j = 0; j < run.count; j += 16) {
+      for (int64_t i = 0; i < 16; i++) ahead.fetch(j + i, offset);
+      _tile_zero(6);
+      for (int64_t i = 0; i < d; i += 32) {
+        _tile_loadd(4, run.keys[j] + offset + i, d * 2);
+        _tile_loadd(5, q + i * 4, 16);
+        _tile_dpbf16ps(6, 4, 5);
+      }
+      _tile_stored(6, scores + j * 4, 16);
+    }
+    for (int64_t i = 0; i < d; i += 64) {
+      int64_t columns32 = d - i < 64 ? 1 : 2;
+      for (int64_t j = 0; j < used; j += 32) {
+        weave(run, j, offset + a.value_offset + i, columns32, tiles[j / 32], i ? nullptr : &ahead);
+      }
+      if (i == 0) soften_chunk(a, run, scores, c, row);
+      float *acc = row->acc + c.first * row->wide + i;
+      written();
+      _tile_loadd(0, acc, row->wide * 4);
+      _tile_loadd(1, acc + 16, row->wide * 4);
+      _tile_loadd(2, acc + 32, row->wide * 4);
+      _tile_loadd(3, acc + 48, row->wide * 4);
+      for (int64_t j = 0; j < used; j += 32) {
+        _tile_loadd(7, row->p + j, RUN * 2);
+        _tile_loadd(4, tiles[j / 32], 64);
+        _tile_dpbf16ps(0, 7, 4);
+        _tile_loadd(4, tiles[j / 32] + TILE, 64);
+        _tile_dpbf16ps(1, 7, 4);
+        if (columns32 == 1) continue;
+        _tile_loadd(4, tiles[j / 32] + 2 * TILE, 64);
+        _tile_dpbf16ps(2, 7, 4);
+        _tile_loadd(4, tiles[j / 32] + 3 * TILE, 64);
+        _tile_dpbf16ps(3, 7, 4);
+      }
+      _tile_stored(0, acc, row->wide * 4);
+      _tile_stored(1, acc + 16, row->wide * 4);
+      _tile_stored(2, acc + 32, row->wide * 4);
+      _tile_stored(3, acc + 48, row->wide * 4);
+    }
+  }
+
+  // Scores [keys, 4 heads] become weights; what the chunk has so far is scaled to the new maxima.
+  static void soften_chunk(const Attend &a, const Run &run, float *scores, Chunk c, Row *row) {
+    const int64_t used = round_up(run.count, 16);
+    for (int64_t j = 0; j < used; j += 16) {
+      turn(scores + j * 4, j, row->scores);
+      if (j < run.hidden || j + 16 > run.count) hide(run, j, row->scores);
+    }
+    if (used % 32)  // the second half of the last pair of tiles
+      for (int64_t g = 0; g < MAX_GROUP; g++) store(row->p + g * RUN + used, F{});
+    for (int64_t g = 0; g < c.count; g++) {
+      int64_t h = c.first + g;
+      float shrink = soften_row(row->scores + g * RUN, used, a.scale * LOG2E, row->p + g * RUN,
+                                row->maxima + h, row->sums + h);
+      float *acc = row->acc + h * row->wide;
+      if (shrink != 1)
+        for (int64_t i = 0; i < row->wide; i += LANES) store(acc + i, load(acc + i) * shrink);
+    }
+  }
+
+  static void end(const Attend &a, Chunk c, int64_t head, Row *row) {
+    for (int64_t g = 0; g < c.count; g++) {
+      const float *acc = row->acc + (c.first + g) * row->wide;
+      float turned[MAX_HEAD_DIM], sums = row->sums[c.first + g];
+      for (int64_t i = 0; i < a.head_dim; i++)
+        turned[i] = acc[i / 32 * 32 + i % 8 / 4 * 16 + i % 32 / 8 * 4 + i % 4] / sums;
+      bf16 *out = (bf16 *)a.out + (head + g) * a.head_dim;
+      for (int64_t i = 0; i < a.head_dim; i += LANES) store(out + i, load(turned + i));
+    }
+  }
+};
+
+void attend_bf16(const Attend &a) {
+  if (a.tokens >= FEW_TOKENS) return each_head<attend_tiles, 2>(a);
+  if (!TileKernel::fits(a)) return attend_rows<DotKernel>(a);
+  TileKernel::configure();
+  attend_rows<TileKernel>(a);
+  configure();
+}
 
 const Backend &backend() {
   static const Backend backend = {
@@ -338,7 +498,7 @@ const Backend &backend() {
       .norm_bf16 = norm<bf16>,
       .rope_f32 = rope<float>,
       .rope_bf16 = rope<bf16>,
-      .attend_f32 = attend<float, float>,
+      .attend_f32 = each_head<attend<float, float>, 4>,
       .attend_bf16 = attend_bf16,
       .begin = configure,
   };

@@ -6,7 +6,7 @@ namespace pf {
 namespace avx512_bf16 {
 
 inline void attend_bf16(const Attend &a) {
-  a.tokens < FEW_TOKENS ? attend_rows(a) : attend<bf16, bf16>(a);
+  a.tokens < FEW_TOKENS ? attend_rows<DotKernel>(a) : each_head<attend<bf16, bf16>, 2>(a);
 }
 
 const Backend &backend() {
@@ -20,7 +20,7 @@ const Backend &backend() {
       .norm_bf16 = norm<bf16>,
       .rope_f32 = rope<float>,
       .rope_bf16 = rope<bf16>,
-      .attend_f32 = attend<float, float>,
+      .attend_f32 = each_head<attend<float, float>, 4>,
       .attend_bf16 = attend_bf16,
       .begin = nothing,
   };

@@ -60,19 +60,20 @@ struct Rope {
   float eps;
 };
 
-// Some new tokens of one sequence against the keys of one kv head.
+// Some new tokens of one sequence against the keys of some kv heads.
 struct Attend {
-  const float *q;    // first token's first query head of this kv head
+  const float *q;    // first token's first query head of the first kv head
   int64_t q_stride;  // elements between tokens
   void *out;         // same place, activation type
   int64_t out_stride;
+  int64_t kv_heads;
   int64_t group;     // query heads per kv head
   int64_t head_dim;
   int64_t tokens;
   int64_t position;  // of the first token
   int64_t window;    // 0: none
   const void *kv_layer;
-  int64_t page_stride, value_offset, head_offset, page_size;  // elements
+  int64_t page_stride, value_offset, head_stride, head_offset, page_size;  // elements
   const int32_t *block_table;
   const Attend *next;  // what this thread computes next, or null: its first keys are prefetched
   float scale;

@@ -92,55 +92,60 @@ inline __mmask32 columns(int64_t width, int64_t from) {
   return n >= 32 ? 0xffffffffu : n <= 0 ? 0 : (1u << n) - 1;
 }
 
-// Places of up to RUN keys of one kv head.
+// Up to RUN keys of the first kv head.
 struct Run {
+  int64_t count;
+  int64_t hidden = 0;  // keys at the beginning that the window hides
   const bf16 *keys[RUN];
 };
 
-// Keys [first, first + count); the last stands in for those behind it, up to a multiple of 16.
-inline void locate(const Attend &a, int64_t first, int64_t count, Run *run) {
-  const int64_t used = round_up(count, 16);
-  for (int64_t j = 0; j < count;) {
+// Keys [first, end), or RUN of them; the last stands in for those behind it up to a multiple of 16.
+inline void locate(const Attend &a, int64_t first, int64_t end, Run *run) {
+  run->count = end - first < RUN ? end - first : RUN;
+  for (int64_t j = 0; j < run->count;) {
     const bf16 *key = key_at<bf16>(a, first + j);
     int64_t left = a.page_size - (first + j) % a.page_size;
-    for (; left && j < count; left--, j++, key += a.head_dim) run->keys[j] = key;
+    for (; left && j < run->count; left--, j++, key += a.head_dim) run->keys[j] = key;
   }
-  for (int64_t j = count; j < used; j++) run->keys[j] = run->keys[count - 1];
+  for (int64_t j = run->count; j < round_up(run->count, 16); j++)
+    run->keys[j] = run->keys[run->count - 1];
 }
 
-inline void fetch(const bf16 *p, int64_t d) {
-  for (int64_t i = 0; i < d; i += 32) _mm_prefetch((const char *)(p + i), _MM_HINT_T0);
-}
+// Fetches the keys and values of the next run, each head's while this run's are worked on. A few
+// lines at a time: a core has 16 misses under way, and waits when it asks for more.
+struct Ahead {
+  const Run *run;
+  int64_t head_dim;
 
-// scores[g * RUN + j] = q[g] . key[j], for 16 keys; the keys of the next run are on their way.
+  void fetch(int64_t j, int64_t offset) const {
+    if (j >= run->count) return;
+    const char *at = (const char *)(run->keys[j] + offset);
+    for (int64_t i = 0; i < head_dim * 2; i += 64) _mm_prefetch(at + i, _MM_HINT_T1);
+  }
+};
+
+// scores[g * RUN + j] = q[g] . key[j], for 16 keys.
 template <int G>
-inline void score16(const bf16 *q, int64_t wide, const bf16 *const *keys, const bf16 *const *next,
-                    int64_t d, float *out) {
+inline void score16(const bf16 *q, int64_t wide, const Run &run, int64_t first, int64_t offset,
+                    int64_t d, const Ahead &ahead, float *out) {
   __m512 acc[G][16];
   for (int j = 0; j < 16; j++) {
     __m512 sum[G] = {};
-    fetch(next[j], d);
+    ahead.fetch(first + j, offset);
     for (int64_t i = 0; i < d; i += 32) {
-      __m512i key = _mm512_maskz_loadu_epi16(columns(d, i), keys[j] + i);
+      __m512i key = _mm512_maskz_loadu_epi16(columns(d, i), run.keys[first + j] + offset + i);
       for (int g = 0; g < G; g++)
         sum[g] = dot2(sum[g], key, _mm512_loadu_si512(q + g * wide + i));
     }
     for (int g = 0; g < G; g++) acc[g][j] = sum[g];
   }
-  for (int g = 0; g < G; g++) _mm512_storeu_ps(out + g * RUN, sums16(acc[g]));
+  for (int g = 0; g < G; g++) _mm512_storeu_ps(out + g * RUN + first, sums16(acc[g]));
 }
 
-struct Values {
-  const bf16 *const *keys, *const *next;
-  int64_t offset;     // from a key to the 64 columns of its value in question
-  int64_t pairs;      // of keys
-  __mmask32 low, high;  // which of the 64 columns there are
-};
-
-// acc[g] = acc[g] * shrink[g] + sum of p[g][j] * value[j].
+// acc[g] = acc[g] * shrink[g] + sum of p[g][j] * value[j], for 64 columns (or those of the masks).
 template <int G>
-inline void weigh(const Values &values, const bf16 *p, const float *shrink, float *acc,
-                  int64_t wide) {
+inline void weigh(const bf16 *const *keys, int64_t offset, int64_t pairs, const bf16 *p,
+                  const float *shrink, float *acc, int64_t wide, __mmask32 low, __mmask32 high) {
   const __m512i first = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40,
                                          8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
   const __m512i second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
@@ -148,15 +153,12 @@ inline void weigh(const Values &values, const bf16 *p, const float *shrink, floa
   for (int g = 0; g < G; g++)
     for (int v = 0; v < 4; v++)
       o[g][v] = _mm512_mul_ps(_mm512_loadu_ps(acc + g * wide + v * 16), _mm512_set1_ps(shrink[g]));
-  for (int64_t j = 0; j < values.pairs; j++) {
-    const bf16 *even = values.keys[2 * j] + values.offset;
-    const bf16 *odd = values.keys[2 * j + 1] + values.offset;
-    fetch(values.next[2 * j] + values.offset, 64);
-    fetch(values.next[2 * j + 1] + values.offset, 64);
-    __m512i a = _mm512_maskz_loadu_epi16(values.low, even);
-    __m512i b = _mm512_maskz_loadu_epi16(values.low, odd);
-    __m512i c = _mm512_maskz_loadu_epi16(values.high, even + 32);
-    __m512i e = _mm512_maskz_loadu_epi16(values.high, odd + 32);
+  for (int64_t j = 0; j < pairs; j++) {
+    const bf16 *even = keys[2 * j] + offset, *odd = keys[2 * j + 1] + offset;
+    __m512i a = _mm512_maskz_loadu_epi16(low, even);
+    __m512i b = _mm512_maskz_loadu_epi16(low, odd);
+    __m512i c = _mm512_maskz_loadu_epi16(high, even + 32);
+    __m512i e = _mm512_maskz_loadu_epi16(high, odd + 32);
     __m512i v0 = _mm512_permutex2var_epi16(a, first, b);
     __m512i v1 = _mm512_permutex2var_epi16(a, second, b);
     __m512i v2 = _mm512_permutex2var_epi16(c, first, e);
@@ -194,74 +196,127 @@ inline float soften_row(float *s, int64_t count, float scale, bf16 *p, float *ma
   return shrink;
 }
 
-// Where to read after `end` keys of this row: the row that is computed next.
-inline void locate_next(const Attend &a, Run *run) {
-  const Attend *next = a.next;
-  if (!next) return;
-  int64_t first = window_start(*next, next->position), count = next->position + 1 - first;
-  locate(*next, first, count < RUN ? count : RUN, run);
-  for (int64_t j = round_up(count, 16); j < RUN; j++) run->keys[j] = run->keys[0];
+// One row's state. Query heads stand in chunks of up to MAX_GROUP of one kv head; `heads` counts
+// them with the gaps of chunks that are not full.
+struct Row {
+  int64_t wide;    // head_dim, padded to 64
+  int64_t chunks;  // of each kv head
+  int64_t heads;   // MAX_GROUP * chunks * kv_heads
+  bf16 *q;         // [heads, wide]
+  float *acc;      // [heads, wide]
+  float *maxima, *sums;
+  alignas(64) float scores[MAX_GROUP * RUN];
+  float shrink[MAX_GROUP];
+  alignas(64) bf16 p[MAX_GROUP * RUN];
+};
+
+// The part of the work that one call of `attend_chunk` does.
+struct Chunk {
+  int64_t kv_head, first, count;  // heads first .. first + count - 1 of the row
+};
+
+inline void start_row(const Attend &a, Row *row) {
+  row->wide = round_up(a.head_dim, 64);
+  row->chunks = (a.group + MAX_GROUP - 1) / MAX_GROUP;
+  row->heads = MAX_GROUP * row->chunks * a.kv_heads;
+  char *at = (char *)a.scratch;
+  row->acc = (float *)at, at += row->heads * row->wide * 4;
+  row->q = (bf16 *)at, at += row->heads * row->wide * 2;
+  row->maxima = (float *)at, row->sums = row->maxima + row->heads;
+  memset(row->acc, 0, sizeof(float) * row->heads * row->wide);
+  memset(row->q, 0, sizeof(bf16) * row->heads * row->wide);
+  memset(row->p, 0, sizeof row->p);
+  for (int64_t h = 0; h < row->heads; h++) row->maxima[h] = -INFINITY, row->sums[h] = 0;
 }
 
-// One new token, G of its query heads, all its keys; pages are read in place.
-template <int G> inline void attend_row(const Attend &a, int64_t head) {
-  const int64_t d = a.head_dim, wide = round_up(d, 64), end = a.position + 1;
-  alignas(64) bf16 q[G * MAX_HEAD_DIM];
-  alignas(64) float acc[G * MAX_HEAD_DIM];
-  alignas(64) float scores[G * RUN];
-  alignas(64) bf16 p[G * RUN];
-  float maxima[G], sums[G], shrink[G];
-  memset(acc, 0, sizeof(float) * G * wide);
-  for (int g = 0; g < G; g++) {
-    maxima[g] = -INFINITY, sums[g] = 0;
-    for (int64_t i = 0; i < wide; i += LANES)
-      store(q + g * wide + i, i < d ? load_part(a.q + (head + g) * d + i, d - i) : F{});
-  }
-  Run runs[2], *run = runs, *next = runs + 1;
-  int64_t first = window_start(a, a.position), count = end - first < RUN ? end - first : RUN;
-  locate(a, first, count, run);
-  while (count > 0) {
-    int64_t left = end - first - count, following = left < RUN ? left : RUN;
-    *next = *run;
-    if (following)
-      locate(a, first + count, following, next);
-    else
-      locate_next(a, next);
-    for (int64_t j = 0; j < count; j += 16)
-      score16<G>(q, wide, run->keys + j, next->keys + j, d, scores + j);
-    for (int g = 0; g < G; g++)
-      shrink[g] = soften_row(scores + g * RUN, count, a.scale * LOG2E, p + g * RUN, maxima + g,
-                             sums + g);
-    for (int64_t i = 0; i < d; i += 64) {
-      Values values{run->keys, next->keys, a.value_offset + i, (count + 1) / 2, columns(d, i),
-                    columns(d, i + 32)};
-      weigh<G>(values, p, shrink, acc + i, wide);
+// fn(chunk, its first query head).
+template <class Fn> inline void over_chunks(const Attend &a, const Row &row, Fn fn) {
+  for (int64_t k = 0; k < a.kv_heads; k++)
+    for (int64_t c = 0; c < row.chunks; c++) {
+      int64_t left = a.group - c * MAX_GROUP;
+      fn(Chunk{k, (k * row.chunks + c) * MAX_GROUP, left < MAX_GROUP ? left : MAX_GROUP},
+         k * a.group + c * MAX_GROUP);
     }
-    first += count, count = following;
+}
+
+// One new token, all its query heads, all its keys; pages are read in place. `Kernel` has
+//   begin(a, chunk, head, row)                  queries of a chunk
+//   run(a, run, chunk, row, ahead)              a chunk against a run of keys
+//   end(a, chunk, head, row)                    its results
+template <class Kernel> inline void attend_row(const Attend &a) {
+  Row row;
+  start_row(a, &row);
+  over_chunks(a, row, [&](Chunk c, int64_t head) { Kernel::begin(a, c, head, &row); });
+  Run runs[2], *run = runs, *next = runs + 1;
+  const int64_t end = a.position + 1;
+  int64_t first = window_start(a, a.position) / Kernel::ALIGN * Kernel::ALIGN;
+  locate(a, first, end, run);
+  for (; first < end; first += RUN) {
+    next->count = 0;
+    if (first + RUN < end)
+      locate(a, first + RUN, end, next);
+    else if (a.next)
+      locate(*a.next, window_start(*a.next, a.next->position), a.next->position + 1, next);
+    run->hidden = window_start(a, a.position) - first;
+    Ahead ahead{next, a.head_dim};
+    over_chunks(a, row, [&](Chunk c, int64_t) { Kernel::run(a, *run, c, &row, ahead); });
     Run *done = run;
     run = next, next = done;
   }
-  for (int g = 0; g < G; g++) {
-    bf16 *out = (bf16 *)a.out + (head + g) * d;
-    for (int64_t i = 0; i < d; i += LANES)
-      store_part(out + i, load(acc + g * wide + i) / sums[g], d - i);
-  }
+  over_chunks(a, row, [&](Chunk c, int64_t head) { Kernel::end(a, c, head, &row); });
 }
 
-inline void attend_rows(const Attend &a) {
+template <class Kernel> inline void attend_rows(const Attend &a) {
   for (int64_t t = 0; t < a.tokens; t++) {
     Attend one = a;
     one.q += t * a.q_stride;
     one.out = (bf16 *)a.out + t * a.out_stride;
     one.position += t;
     one.tokens = 1;
-    int64_t head = 0;
-    for (; head + 4 <= a.group; head += 4) attend_row<4>(one, head);
-    if (a.group - head == 3) attend_row<3>(one, head);
-    if (a.group - head == 2) attend_row<2>(one, head);
-    if (a.group - head == 1) attend_row<1>(one, head);
+    attend_row<Kernel>(one);
   }
 }
+
+struct DotKernel {
+  static constexpr int64_t ALIGN = 1;
+
+  static void begin(const Attend &a, Chunk c, int64_t head, Row *row) {
+    for (int64_t g = 0; g < c.count; g++)
+      for (int64_t i = 0; i < a.head_dim; i += LANES)
+        store(row->q + (c.first + g) * row->wide + i,
+              load_part(a.q + (head + g) * a.head_dim + i, a.head_dim - i));
+  }
+
+  template <int G>
+  static void run_of(const Attend &a, const Run &run, Chunk c, Row *row, const Ahead &ahead) {
+    const int64_t d = a.head_dim, wide = row->wide, offset = c.kv_head * a.head_stride;
+    for (int64_t j = 0; j < run.count; j += 16)
+      score16<G>(row->q + c.first * wide, wide, run, j, offset, d, ahead, row->scores);
+    for (int g = 0; g < G; g++)
+      row->shrink[g] =
+          soften_row(row->scores + g * RUN, run.count, a.scale * LOG2E, row->p + g * RUN,
+                     row->maxima + c.first + g, row->sums + c.first + g);
+    for (int64_t j = 0; j < RUN; j++) ahead.fetch(j, offset + a.value_offset);
+    for (int64_t i = 0; i < d; i += 64)
+      weigh<G>(run.keys, offset + a.value_offset + i, (run.count + 1) / 2, row->p, row->shrink,
+               row->acc + c.first * wide + i, wide, columns(d, i), columns(d, i + 32));
+  }
+
+  static void run(const Attend &a, const Run &run, Chunk c, Row *row, const Ahead &ahead) {
+    if (c.count == 4) run_of<4>(a, run, c, row, ahead);
+    if (c.count == 3) run_of<3>(a, run, c, row, ahead);
+    if (c.count == 2) run_of<2>(a, run, c, row, ahead);
+    if (c.count == 1) run_of<1>(a, run, c, row, ahead);
+  }
+
+  static void end(const Attend &a, Chunk c, int64_t head, Row *row) {
+    for (int64_t g = 0; g < c.count; g++)
+      for (int64_t i = 0; i < a.head_dim; i += LANES)
+        store_part((bf16 *)a.out + (head + g) * a.head_dim + i,
+                   load(row->acc + (c.first + g) * row->wide + i) / row->sums[c.first + g],
+                   a.head_dim - i);
+  }
+};
 
 constexpr int64_t FEW_TOKENS = 4;  // up to here, rows one by one are faster than a block of keys
 

@@ -217,32 +217,37 @@ void attend(const pf_model &m, const pf_batch &batch, const pf_layer &layer, Row
   auto run = m.dtype == PF_BFLOAT16 ? b.attend_bf16 : b.attend_f32;
   const int64_t group = m.num_heads / m.num_kv_heads, head = m.page_size * m.head_dim;
   const int64_t most = std::max<int64_t>(1, ATTEND_ROWS / group);
+  // A page's heads lie side by side: read together, unless that leaves threads idle.
+  const int64_t heads = batch.num_seqs < thread_count() ? 1 : m.num_kv_heads;
   std::vector<Piece> pieces;
   for (int64_t s = 0; s < batch.num_seqs; s++)
-    for (int64_t h = 0; h < m.num_kv_heads; h++)
+    for (int64_t h = 0; h < m.num_kv_heads; h += heads)
       for (int64_t t = batch.cu_seqlens_q[s]; t < batch.cu_seqlens_q[s + 1]; t += most)
         pieces.push_back({s, h, t, std::min<int64_t>(most, batch.cu_seqlens_q[s + 1] - t)});
   auto attend_of = [&](const Piece &p) {
     int64_t computed = batch.seq_lens[p.seq] - batch.cu_seqlens_q[p.seq + 1] + p.first;
     int64_t column = p.kv_head * group * m.head_dim;
-    return Attend{static_cast<const float *>(qkv.at(p.first)) + column,
-             qkv.stride,
-             static_cast<char *>(out.at(p.first)) + column * out.item,
-             out.stride,
-             group,
-             m.head_dim,
-             p.tokens,
-             computed,
-             layer.window,
-             kv_layer,
-             2 * m.num_kv_heads * head,
-             m.num_kv_heads * head,
-             p.kv_head * head,
-             m.page_size,
-             batch.block_tables + p.seq * batch.table_stride,
-             nullptr,
-             m.attention_scale,
-             scratch.get<char>(SCRATCH)};
+    Attend a{};
+    a.q = static_cast<const float *>(qkv.at(p.first)) + column;
+    a.q_stride = qkv.stride;
+    a.out = static_cast<char *>(out.at(p.first)) + column * out.item;
+    a.out_stride = out.stride;
+    a.kv_heads = heads;
+    a.group = group;
+    a.head_dim = m.head_dim;
+    a.tokens = p.tokens;
+    a.position = computed;
+    a.window = layer.window;
+    a.kv_layer = kv_layer;
+    a.page_stride = 2 * m.num_kv_heads * head;
+    a.value_offset = m.num_kv_heads * head;
+    a.head_stride = head;
+    a.head_offset = p.kv_head * head;
+    a.page_size = m.page_size;
+    a.block_table = batch.block_tables + p.seq * batch.table_stride;
+    a.scale = m.attention_scale;
+    a.scratch = scratch.get<char>(SCRATCH);
+    return a;
   };
   auto one = [&](int64_t index) {
     Attend a = attend_of(pieces[index]), next;

@@ -201,6 +201,18 @@ template <class T, class A> void attend(const Attend &a) {
   }
 }
 
+// A kernel for one kv head, for several.
+template <void (*attend)(const Attend &), int64_t item> void each_head(const Attend &a) {
+  for (int64_t k = 0; k < a.kv_heads; k++) {
+    Attend one = a;
+    one.q += k * a.group * a.head_dim;
+    one.out = (char *)a.out + k * a.group * a.head_dim * item;
+    one.head_offset += k * a.head_stride;
+    one.kv_heads = 1;
+    attend(one);
+  }
+}
+
 inline void nothing() {}
 
 inline const Backend vector_backend = {
@@ -213,8 +225,8 @@ inline const Backend vector_backend = {
     .norm_bf16 = norm<float>,
     .rope_f32 = rope<float>,
     .rope_bf16 = rope<bf16>,
-    .attend_f32 = attend<float, float>,
-    .attend_bf16 = attend<bf16, float>,
+    .attend_f32 = each_head<attend<float, float>, 4>,
+    .attend_bf16 = each_head<attend<bf16, float>, 4>,
     .begin = nothing,
 };
 

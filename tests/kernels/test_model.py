@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pageferry.kernels.config import UnsupportedModel
 from pageferry.kernels import native
+from pageferry.kernels.config import UnsupportedModel
 from pageferry.kernels.model import load_model
 from pageferry.kernels.weights import BadCheckpoint
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from pageferry.kernels import native, reference
 from pageferry.kernels.batch import AttentionBatch
 from pageferry.kernels.model import load_model
 from pageferry.kernels.native import BFLOAT16, FLOAT32, LayerWeights, Matrix, ModelWeights
 from pageferry.kernels.native_model import NativeDecoder, describe
-from torch import Tensor
 
 LIBRARY = native.library()
 BEST = LIBRARY.pf_best_level() if LIBRARY is not None else -1
