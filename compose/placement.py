@@ -19,7 +19,7 @@ from pageferry.kvtransfer.settings import SettingsError, WorkerSettings
 PROCESS_BYTES = 400 * 2**20
 """Resident memory of a worker without weights and pool, measured with torch 2.13 on CPU."""
 
-MAX_DEFAULT_KV_BYTES = 1024 * 2**20
+MAX_DEFAULT_KV_BYTES = 4096 * 2**20
 """See `WorkerSettings.kv_memory_mib`: a worker takes a tenth of the free memory, at most this."""
 
 TOPOLOGY = Path("/sys/devices/system/cpu")

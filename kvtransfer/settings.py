@@ -102,7 +102,7 @@ class WorkerSettings(CommonSettings):
     kv_memory_mib: int = setting(
         0,
         "KV pool size, MiB. 0 chooses: on a GPU what is left of --gpu-memory-fraction after the "
-        "weights, on a CPU a tenth of the available memory, at most 1024.",
+        "weights, on a CPU a tenth of the available memory, at most 4096.",
     )
     num_pages: int = setting(0, "KV pool size in pages; overrides --kv-memory-mib when not 0.")
     gpu_memory_fraction: float = setting(

@@ -31,7 +31,7 @@ from pageferry.kvtransfer.pool import PagePool
 from pageferry.kvtransfer.settings import SettingsError, WorkerSettings
 from pageferry.kvtransfer.wire import WorkerRecord
 
-MAX_DEFAULT_KV_MIB = 1024
+MAX_DEFAULT_KV_MIB = 4096
 MIN_PAGES = 4
 HEALTH_INTERVAL_S = 1.0
 

@@ -83,7 +83,7 @@ def model_dir(tmp_path):
 
 def test_pool_size_follows_the_setting_that_wins(model_dir):
     assert pool_bytes(model_dir, WorkerSettings(), 1000 * MIB) == 100 * MIB
-    assert pool_bytes(model_dir, WorkerSettings(), 10**15) == 1024 * MIB
+    assert pool_bytes(model_dir, WorkerSettings(), 10**15) == 4096 * MIB
     assert pool_bytes(model_dir, WorkerSettings(kv_memory_mib=7), 10**9) == 7 * MIB
     # 2 (K, V) * 3 heads * 64 values * 16 tokens * 2 bytes * 30 layers
     assert pool_bytes(model_dir, WorkerSettings(num_pages=5), 10**9) == 5 * 368_640

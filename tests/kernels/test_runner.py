@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -78,6 +80,19 @@ def test_a_mixed_step_gives_each_chunk_what_it_gets_alone(model: Any, tokens: An
     )
     assert got[0] is None
     assert got[1:] == expected
+
+
+def test_integer_buffers_and_lists_of_ids_are_alike(model: Any, tokens: Any) -> None:
+    a, b = tokens(40, 1), tokens(20, 2)
+    tables = [[7, 3, 20], [0, 31]]
+    expected = new_runner(model).execute([whole(a, tables[0]), whole(b, tables[1])])
+    ids = [array("i", a), array("i", b)]
+    pages = [array("i", tables[0]), np.array(tables[1], dtype=np.int32)]
+    chunks = [
+        Chunk(i, 0, t, SampleSpec(GREEDY, i, len(i))) for i, t in zip(ids, pages, strict=True)
+    ]
+    assert new_runner(model).execute(chunks) == expected
+    ids[0].append(1)  # nothing holds on to the buffer
 
 
 def test_sampling_continues_alike_after_a_move(model: Any, tokens: Any) -> None:
@@ -156,6 +171,7 @@ def test_impossible_chunks_are_named_and_nothing_runs(
         runner.execute([whole(tokens(5), [3]), chunk])
     assert caught.value.index == 1
     assert (runner.kv == 7.0).all()
+    assert runner.kernel_seconds == 0
 
 
 def test_a_pool_of_another_shape_is_refused(model: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -223,6 +224,19 @@ def test_presence_and_frequency_penalties_cover_output_only() -> None:
         [2.0, 2.0, 2.0, 2.0], prompt=2, output=(3, 3, 2), presence_penalty=0.5, frequency_penalty=1
     )
     assert got == pytest.approx(expected_logprobs([2.0, 2.0, 0.5, -0.5]))
+
+
+def test_tokens_are_counted_once_each_as_a_sequence_grows() -> None:
+    rng = random.Random(1)
+    ids = [rng.randrange(12) for _ in range(30)]
+    watched = SampleSpec(SamplingParams(), ids, 20)
+    for _ in range(60):
+        counts = watched.counts
+        of_output = Counter(ids[20:])
+        assert sorted(counts.ids) == sorted(set(ids))
+        got = dict(zip(counts.ids, counts.output_counts, strict=True))
+        assert got == {i: of_output[i] for i in set(ids)}
+        ids += [rng.randrange(15) for _ in range(rng.randrange(3))]
 
 
 def test_logit_bias_adds_after_penalties() -> None:

@@ -30,14 +30,29 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from pageferry.kernels import triton_attention, triton_ops
+from pageferry.kernels import (
+    triton_attention,
+    triton_fused,
+    triton_ops,
+    triton_pages,
+    triton_sampling,
+)
 from pageferry.kernels.batch import AttentionBatch
+from pageferry.kernels.head_norms import HeadNorms
 from pageferry.kernels.triton_launch import SHARED_BYTES
 
 ARCHES = (80, 90, 100)
 DTYPE = torch.bfloat16
 PAGE_SIZE = 16
-INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma", "cp.async.cg", "ld.global.v4")
+INSTRUCTIONS = (
+    "mma.sync",
+    "wgmma.mma_async",
+    "tcgen05.mma",
+    "cp.async.cg",
+    "ld.global.v4",
+    "ld.global.v2.b64",
+    "st.global.v2.b64",
+)
 
 
 class NamedTarget:
@@ -122,7 +137,35 @@ def rows() -> None:
     triton_attention.store_kv(heads, heads, kv, numbers)
 
 
+def fused(norm: bool) -> None:
+    """Llama-3-8B's heads, one layer's pages."""
+    qkv, weight = torch.empty(6, 48, 128, dtype=DTYPE), torch.empty(128, dtype=DTYPE)
+    norms = HeadNorms(weight, weight, 1e-6) if norm else None
+    kv = torch.empty(4, 2, 8, PAGE_SIZE, 128, dtype=DTYPE)
+    numbers = torch.zeros(6, dtype=torch.int64)
+    triton_fused.rope_store(qkv, norms, torch.empty(8, 128), numbers, kv, numbers)
+
+
+def pages() -> None:
+    kv = torch.empty(3, 9, 2, 8, PAGE_SIZE, 128, dtype=DTYPE)
+    listed = torch.zeros(5, dtype=torch.int64)
+    triton_pages.gather_pages(kv, listed, kv[:, :5])
+    triton_pages.scatter_pages(kv[1:2, :5], listed, kv[1:2])
+
+
+def sampling() -> None:
+    logits, ints = torch.empty(4, 128_256), torch.zeros(4, dtype=torch.int64)
+    reals = torch.zeros(4, dtype=torch.float64)
+    maxima = triton_sampling.row_maxima(logits)
+    params = triton_sampling.DrawParams(reals, reals, ints, ints, reals, cut=True)
+    triton_sampling.draw(logits, maxima, params)
+
+
 CALLS: dict[str, Callable[[], object]] = {
+    "fused": partial(fused, False),
+    "fused-norm": partial(fused, True),
+    "pages": pages,
+    "sampling": sampling,
     "prefill-64": partial(attention, 64, 50),
     "prefill-128": partial(attention, 128, 50),
     "prefill-128-window": partial(attention, 128, 50, window=1000),
@@ -202,4 +245,29 @@ def test_row_kernels_load_wide(kernels: dict[str, list[dict[str, Any]]], arch: i
     found = {kernel["kernel"]: kernel for kernel in kernels[f"rows-sm_{arch}"]}
     assert len(found) == 5
     for name in ("rms_norm_kernel", "fused_add_rms_norm_kernel", "silu_mul_kernel"):
+        assert found[name]["ld.global.v4"] > 0, name
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_copies_of_pages_move_sixteen_bytes_a_time(
+    kernels: dict[str, list[dict[str, Any]]], arch: int
+) -> None:
+    gather, scatter = kernels[f"pages-sm_{arch}"]
+    for kernel in (gather, scatter):
+        assert kernel["kernel"] == "copy_pages_kernel"
+        assert kernel["ld.global.v2.b64"] > 0, kernel
+        assert kernel["st.global.v2.b64"] > 0, kernel
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_fused_and_sampling_kernels_load_wide(
+    kernels: dict[str, list[dict[str, Any]]], arch: int
+) -> None:
+    for name in ("fused", "fused-norm"):
+        (kernel,) = kernels[f"{name}-sm_{arch}"]
+        assert kernel["ld.global.v4"] > 0, kernel
+        assert kernel["registers"] <= 64, kernel  # 1,024 threads of a processor or more
+    found = {kernel["kernel"]: kernel for kernel in kernels[f"sampling-sm_{arch}"]}
+    assert len(found) == 5
+    for name in ("maxima_kernel", "draw_kernel"):
         assert found[name]["ld.global.v4"] > 0, name
