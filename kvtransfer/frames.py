@@ -13,7 +13,7 @@ In order of use (W: writer, the prefill side, which dials; R: receiver, the deco
 | REFUSE | both | no data will flow, and why; the connection ends |
 | RESERVE | W | pages for this request, please |
 | GRANT / DENY | R | here they are / no, because |
-| PAGES | W | pages of one layer; over tcp `size` payload bytes follow, over shm they are in place |
+| PAGES | W | pages of adjacent layers; over tcp `size` bytes follow, over shm they are in place |
 | SEAL | W | that was all; the manifest and the first token |
 | COMMIT / NACK | R | verified and taken / not taken, because |
 | CANCEL | both | the handoff is over, in whatever state |
@@ -31,7 +31,7 @@ from typing import Any
 
 from pageferry.kvtransfer.wire import WireError, pack, unpack
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 HEADER = struct.Struct(">IB")
 MAX_INT = 2**63 - 1
 
@@ -104,15 +104,19 @@ class Deny:
 
 @dataclass(frozen=True)
 class Pages:
+    """The same `count` pages in each of `layers` adjacent layers, layer after layer."""
+
     handoff_id: int
     layer: int
+    """The first one."""
     first: int
     """Logical page of the sequence."""
     count: int
     digest: bytes
-    """xxh3-128 over the pages' bytes in order."""
+    """xxh3-128 over the bytes in order."""
     size: int
     """Payload bytes that follow this frame; 0 over shm."""
+    layers: int = 1
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ Life of a handoff (W: writer, prefill side, `handoff_client`; R: receiver, decod
 `handoff_server`, its decisions in `intake`):
 
 1. RESERVING  W asked for pages. R matches the prefix it already holds, asks its listener, reserves.
-2. OPEN       granted. W pushes pages layer by layer; R checks each message before a byte is written
-              and its digest after. RENEW keeps the lease while W computes.
+2. OPEN       granted. W sends pages while it computes the next layers; R checks each message before
+              a byte is written and its digest after. RENEW keeps the lease meanwhile.
 3. SEALING    W sent the manifest and the first token; R verifies that every page of every layer
               arrived exactly once.
 4. COMMITTED  R's pages are live and the listener has the sequence.
@@ -34,7 +34,7 @@ from typing import Protocol
 
 import xxhash
 
-from pageferry.kvtransfer.frames import PROTOCOL_VERSION, Hello
+from pageferry.kvtransfer.frames import PROTOCOL_VERSION, Hello, Pages
 from pageferry.kvtransfer.layout import KVLayout
 from pageferry.kvtransfer.wire import Event, Request
 
@@ -167,15 +167,16 @@ def pages_needed(page_size: int, n_tokens: int) -> tuple[int, int]:
 
 
 class Manifest:
-    """SHA-256 over the ordered (layer, first, count, digest) of every PAGES message."""
+    """SHA-256 over the ordered (layer, layers, first, count, digest) of every PAGES message."""
 
-    _ENTRY = struct.Struct("<QQQ")
+    _ENTRY = struct.Struct("<QQQQ")
 
     def __init__(self) -> None:
-        self._sha = hashlib.sha256(b"pageferry.manifest.1")
+        self._sha = hashlib.sha256(b"pageferry.manifest.2")
 
-    def add(self, layer: int, first: int, count: int, digest: bytes) -> None:
-        self._sha.update(self._ENTRY.pack(layer, first, count) + digest)
+    def add(self, message: Pages) -> None:
+        place = (message.layer, message.layers, message.first, message.count)
+        self._sha.update(self._ENTRY.pack(*place) + message.digest)
 
     def digest(self) -> bytes:
         return self._sha.digest()

@@ -28,6 +28,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import xxhash
+
 from pageferry.kvtransfer import metric_names
 from pageferry.kvtransfer.frames import (
     Cancel,
@@ -46,12 +48,11 @@ from pageferry.kvtransfer.handoff import (
     Identity,
     IntakeListener,
     State,
-    digest_of,
 )
 from pageferry.kvtransfer.handshake import welcome
 from pageferry.kvtransfer.incoming import Incoming, Outgoing, Peer
 from pageferry.kvtransfer.intake import IntakeTable
-from pageferry.kvtransfer.memory import PageStore, PoolMemory
+from pageferry.kvtransfer.memory import PageStore, PoolMemory, adjacent_runs
 from pageferry.kvtransfer.pool import PagePool
 from pageferry.kvtransfer.sockets import (
     POLL_S,
@@ -62,6 +63,7 @@ from pageferry.kvtransfer.sockets import (
     send_fd,
     tune_tcp,
 )
+from pageferry.kvtransfer.transfer_stats import Tally, figures
 
 log = logging.getLogger(__name__)
 
@@ -120,8 +122,7 @@ class HandoffServer:
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._counts: Counter[str] = Counter()
-        self._receive_s = dict.fromkeys(options.transports, 0.0)
-        self._received = dict.fromkeys(options.transports, 0)
+        self._tallies = {transport: Tally() for transport in options.transports}
 
     # --- worker's side
 
@@ -180,23 +181,20 @@ class HandoffServer:
                 log.error("thread %s did not end", thread.name)
 
     def stats(self) -> dict[str, float]:
-        """Counters since start; `gb_per_s_*` are GB (1e9 bytes) per second spent receiving."""
+        """Counters since start."""
         # Copied first: other threads add keys meanwhile.
         counts = Counter(dict(self._table.counts)) + Counter(dict(self._counts))
         stats = {
             metric_names.HANDOFFS: float(counts["committed"]),
             metric_names.HANDOFFS_DENIED: float(counts["denied"]),
             metric_names.HANDOFFS_FAILED: float(counts["broken"]),
-            metric_names.TRANSFER_BYTES: float(sum(self._received.values())),
-            metric_names.TRANSFER_SECONDS: sum(self._receive_s.values()),
+            **figures(self._tallies),
             metric_names.DECODE_TRANSFER_QUEUE: float(self._table.open_handoffs()),
         }
-        for name in ("pages_received", "late_messages", "digest_failures", "timeouts", "refused"):
+        for name in ("late_messages", "digest_failures", "timeouts", "refused", "protocol_errors"):
             stats[name] = float(counts[name])
-        stats["protocol_errors"] = float(counts["protocol_errors"])
-        for transport, size in self._received.items():
-            seconds = self._receive_s[transport]
-            stats[f"gb_per_s_{transport}"] = size / seconds / 1e9 if seconds else 0.0
+        with self._lock:
+            stats["socket_calls"] = float(sum(conn.calls for conn in self._sockets))
         return stats
 
     # --- threads
@@ -293,6 +291,7 @@ class HandoffServer:
     def _serve_peer(self, peer: Peer, conn: FrameSocket) -> None:
         with self._lock:
             self._connections[peer] = conn
+        conn.read_ahead()
         peer_gone = False
         try:
             while True:
@@ -335,41 +334,60 @@ class HandoffServer:
                 raise FrameError(f"{type(message).__name__} is not for a receiver")
 
     def _pages(self, peer: Peer, conn: FrameSocket, message: Pages) -> None:
-        size = message.count * self._memory.layout.page_bytes
+        layout = self._memory.layout
+        size = message.layers * message.count * layout.page_bytes
         payload = 0 if peer.one_sided else size
-        if message.size != payload or message.count > self._memory.num_pages:
+        too_many = message.count > self._memory.num_pages or message.layers > layout.num_layers
+        if message.size != payload or too_many:
             raise FrameError(
-                f"PAGES of {message.count} pages with {message.size} payload bytes, not {payload}"
+                f"PAGES of {message.layers} x {message.count} pages with {message.size} payload "
+                f"bytes, not {payload}"
             )
         handoff, outgoing = self._table.begin_pages(peer, message)
         if handoff is None:
             conn.discard(payload)
             self._answer(peer, conn, outgoing)
             return
-        begun, before, digest = time.monotonic(), conn.bytes_received, None
+        begun, before, digest, digest_s = time.monotonic(), conn.bytes_received, None, 0.0
         try:
-            digest = self._take_in(conn, handoff, message)
+            digest, digest_s = self._take_in(conn, handoff, message)
         finally:
             outgoing = self._table.end_pages(handoff, message, digest)
         if not peer.one_sided:
             conn.discard(before + payload - conn.bytes_received)
         with self._lock:
-            self._received[peer.transport] += size
-            self._receive_s[peer.transport] += time.monotonic() - begun
+            tally = self._tallies[peer.transport]
+            tally.bytes += size
+            tally.seconds += time.monotonic() - begun
+            tally.digest_seconds += digest_s
         self._answer(peer, conn, outgoing)
 
-    def _take_in(self, conn: FrameSocket, handoff: Incoming, message: Pages) -> bytes | None:
-        """Digest of the pages as they are in memory now; None if the handoff broke meanwhile."""
+    def _take_in(
+        self, conn: FrameSocket, handoff: Incoming, message: Pages
+    ) -> tuple[bytes | None, float]:
+        """Digest of the pages as they are in memory now, None if the handoff broke meanwhile; and
+        the seconds that the digest took."""
+
+        def keep() -> bool:
+            return handoff.state is State.OPEN
+
         pages = handoff.pages(message.first, message.count)
-        if handoff.peer.one_sided:
-            return digest_of(self._memory.gather(message.layer, pages))
-        views = self._memory.landing(message.layer, pages)
-        if not conn.recv_payload(views, keep=lambda: handoff.state is State.OPEN):
-            return None
-        digest = digest_of(views)
-        if digest == message.digest:
-            self._memory.land(message.layer, pages)
-        return digest
+        hasher, digest_s, memory = xxhash.xxh3_128(), 0.0, self._memory
+        runs = adjacent_runs(pages)
+        for layer in range(message.layer, message.layer + message.layers):
+            if isinstance(memory, PoolMemory):
+                views = memory.runs(layer, runs)
+            else:
+                views = memory.landing(layer, pages)
+            if not handoff.peer.one_sided and not conn.recv_payload(views, keep):
+                return None, digest_s
+            begun = time.monotonic()
+            for view in views:
+                hasher.update(view)
+            digest_s += time.monotonic() - begun
+            if not handoff.peer.one_sided:
+                memory.land(layer, pages)
+        return hasher.digest(), digest_s
 
     def _answer(self, peer: Peer, conn: FrameSocket, outgoing: Outgoing) -> None:
         """Answer our own peer from this thread, everyone else from the housekeeper's."""

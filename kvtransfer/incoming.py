@@ -65,17 +65,25 @@ class Incoming:
 
     def fault(self, message: Pages) -> str:
         """Why this PAGES message may not be written; "" if it may."""
-        if not 0 <= message.layer < len(self.seen):
-            return f"layer {message.layer} is not one of {len(self.seen)}"
+        layers = range(message.layer, message.layer + message.layers)
+        if message.layers < 1 or layers.stop > len(self.seen):
+            return f"layers {layers.start}..{layers.stop} are not all of the {len(self.seen)}"
         end = message.first + message.count
         if message.count < 1 or message.first < self.skip_pages or end > self.num_prompt_pages:
             granted = f"{self.skip_pages}..{self.num_prompt_pages}"
             return f"pages {message.first}..{end} are not within the grant {granted}"
-        if self.seen[message.layer] & bits_of(message):
-            return f"layer {message.layer}, pages {message.first}..{end} were written before"
+        bits = _bits_of(message)
+        for layer in layers:
+            if self.seen[layer] & bits:
+                return f"layer {layer}, pages {message.first}..{end} were written before"
         return ""
 
+    def mark_seen(self, message: Pages) -> None:
+        bits = _bits_of(message)
+        for layer in range(message.layer, message.layer + message.layers):
+            self.seen[layer] |= bits
 
-def bits_of(message: Pages) -> int:
-    """The bits of a PAGES message in `Incoming.seen`."""
+
+def _bits_of(message: Pages) -> int:
+    """The bits of a PAGES message in each layer of `Incoming.seen`."""
     return ((1 << message.count) - 1) << message.first

@@ -43,7 +43,7 @@ from pageferry.kvtransfer.handoff import (
     State,
     pages_needed,
 )
-from pageferry.kvtransfer.incoming import Incoming, Outgoing, Peer, bits_of
+from pageferry.kvtransfer.incoming import Incoming, Outgoing, Peer
 from pageferry.kvtransfer.layout import KVLayout
 from pageferry.kvtransfer.pool import OutOfPages, PagePool
 from pageferry.kvtransfer.wire import Event, Kind, Request, WireError
@@ -141,7 +141,7 @@ class IntakeTable:
                 return None, []
             if fault := handoff.fault(message):
                 return None, self._break(handoff, f"bad PAGES: {fault}", Nack)
-            handoff.seen[message.layer] |= bits_of(message)
+            handoff.mark_seen(message)
             handoff.writing = True
             handoff.progress_at = self._clock()
             return handoff, []
@@ -155,14 +155,14 @@ class IntakeTable:
                     self._absolve(handoff)
                 return []
             handoff.progress_at = self._clock()
-            where = f"layer {message.layer}, pages {message.first}+{message.count}"
+            layers = f"layers {message.layer}+{message.layers}"
+            where = f"{layers}, pages {message.first}+{message.count}"
             if digest is None:
                 return self._break(handoff, f"{where} did not arrive whole", Nack)
             if digest != message.digest:
                 self.counts["digest_failures"] += 1
                 return self._break(handoff, f"digest mismatch in {where}", Nack)
-            handoff.manifest.add(message.layer, message.first, message.count, digest)
-            self.counts["pages_received"] += message.count
+            handoff.manifest.add(message)
             return []
 
     def seal(self, peer: Peer, message: Seal) -> Outgoing:

@@ -15,7 +15,6 @@ import ctypes
 import fcntl
 import mmap
 import os
-from collections import deque
 from collections.abc import Sequence
 from typing import Protocol, Self
 
@@ -36,6 +35,10 @@ class PageStore(Protocol):
 
         The views are valid until this thread's next call of `gather` or `landing`.
         """
+        ...
+
+    def prepare(self, layer: int, pages: Sequence[int]) -> None:
+        """The next call of this thread will be `gather` of these: begin what it would wait for."""
         ...
 
     def landing(self, layer: int, pages: Sequence[int]) -> list[memoryview]:
@@ -62,26 +65,23 @@ def adjacent_runs(pages: Sequence[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def copy_views(targets: Sequence[memoryview], sources: Sequence[memoryview]) -> None:
-    """Copy bytes from `sources` to `targets`, which have as many bytes but may be cut elsewhere.
+def shared_runs(left: Sequence[int], right: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Pages at equal positions as (first left, first right, count), merging what is adjacent on
+    both sides."""
+    runs: list[tuple[int, int, int]] = []
+    for mine, theirs in zip(left, right, strict=True):
+        if runs:
+            first, other, count = runs[-1]
+            if (first + count, other + count) == (mine, theirs):
+                runs[-1] = (first, other, count + 1)
+                continue
+        runs.append((mine, theirs, 1))
+    return runs
 
-    memmove through ctypes lets other threads run meanwhile; a slice assignment would not.
-    """
-    ahead, behind = deque(targets), deque(sources)
-    while ahead and behind:
-        target, source = ahead.popleft(), behind.popleft()
-        size = min(len(target), len(source))
-        ctypes.memmove(
-            ctypes.addressof(ctypes.c_char.from_buffer(target)),
-            ctypes.addressof(ctypes.c_char.from_buffer(source)),
-            size,
-        )
-        if size < len(target):
-            ahead.appendleft(target[size:])
-        if size < len(source):
-            behind.appendleft(source[size:])
-    if ahead or behind:
-        raise ValueError("copy between views of different sizes")
+
+def _address(view: memoryview) -> int:
+    """Where the view's bytes are; good as long as the view is."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 class PoolMemory:
@@ -138,13 +138,43 @@ class PoolMemory:
         return self.layout.offset(self.num_pages, layer, first_page)
 
     def gather(self, layer: int, pages: Sequence[int]) -> list[memoryview]:
-        return [self.view(layer, first, count) for first, count in adjacent_runs(pages)]
+        return self.runs(layer, adjacent_runs(pages))
+
+    def runs(self, layer: int, runs: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """One view for each (first page, count)."""
+        size = self.layout.page_bytes
+        row = self.view(layer, 0, self.num_pages)
+        for first, count in runs:
+            if first < 0 or first + count > self.num_pages:
+                raise IndexError(f"pages {first}+{count} are not within {self.num_pages}")
+        return [row[first * size : (first + count) * size] for first, count in runs]
+
+    def prepare(self, layer: int, pages: Sequence[int]) -> None:
+        """Nothing to begin: the pages are read in place."""
 
     def landing(self, layer: int, pages: Sequence[int]) -> list[memoryview]:
         return self.gather(layer, pages)
 
     def land(self, layer: int, pages: Sequence[int]) -> None:
         """Nothing to do: `landing` views are the pages themselves."""
+
+    def write(self, layer: int, runs: Sequence[tuple[int, int, int]], source: memoryview) -> None:
+        """Copy pages of one layer from `source`, which is a row of pages.
+
+        `runs`: (page here, page in the row, count), as of `shared_runs`. memmove through ctypes
+        lets other threads run meanwhile; a slice assignment would not.
+        """
+        size = self.layout.page_bytes
+        room = len(source) // size
+        for page, position, count in runs:
+            if page < 0 or page + count > self.num_pages or not 0 <= position <= room - count:
+                raise IndexError(
+                    f"pages {page}, {position} + {count} exceed {self.num_pages}, {room}"
+                )
+        with self.view(layer, 0, self.num_pages) as target:
+            base, source_base = _address(target), _address(source)
+            for page, position, count in runs:
+                ctypes.memmove(base + page * size, source_base + position * size, count * size)
 
     def mark_ready(self, layer: int) -> None:
         """Nothing to wait for: a CPU's stores are done when the layer is."""

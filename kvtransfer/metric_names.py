@@ -104,39 +104,73 @@ NUM_PREEMPTIONS = "num_preemptions_total"
 HANDOFFS = "kv_handoffs_total"
 HANDOFFS_DENIED = "kv_handoffs_denied_total"
 HANDOFFS_FAILED = "kv_handoffs_failed_total"
-TRANSFER_BYTES = "kv_transfer_bytes_total"
-TRANSFER_SECONDS = "kv_transfer_seconds_total"
-TRANSFER_EXPOSED_SECONDS = "kv_transfer_exposed_seconds_total"
+TRANSFER_BYTES = "kv_transfer_bytes"
+TRANSFER_SECONDS = "kv_transfer_seconds"
+TRANSFER_EXPOSED_SECONDS = "kv_transfer_exposed_seconds"
+TRANSFER_SEALED = "kv_transfer_sealed"
+TRANSFER_DIGEST_SECONDS = "kv_transfer_digest_seconds"
 OVERLAP_RATIO = "overlap_ratio"
+GB_PER_S = "gb_per_s"
 WORKER_PROMPT_TOKENS = "worker_prompt_tokens_total"
 WORKER_GENERATION_TOKENS = "worker_generation_tokens_total"
 WORKER_CACHED_TOKENS = "worker_prefix_cache_hits_total"
 STEPS = "steps_total"
 STEP_SECONDS = "step_seconds_total"
+STEP_KERNEL_SECONDS = "step_kernel_seconds_total"
+STEP_GAPS = "step_gaps_total"
+STEP_GAP_SECONDS = "step_gap_seconds_total"
+LONGEST_STEP_GAP = "longest_step_gap_seconds"
 PREFILL_INFLIGHT = "num_prefill_inflight_queue_reqs"
 DECODE_TRANSFER_QUEUE = "num_decode_transfer_queue_reqs"
+
+TRANSFER_COUNTERS: dict[str, str] = {
+    TRANSFER_BYTES: "KV bytes sent (prefill) or received (decode) over {}.",
+    TRANSFER_SECONDS: "Seconds of handoffs over {}: sending pages until the prompt is computed, "
+    "and from then to COMMIT (prefill), or receiving pages (decode).",
+    TRANSFER_EXPOSED_SECONDS: "Seconds from SEAL, when a prompt is computed, to COMMIT over {}: "
+    "what transfers add to the time of a prefill.",
+    TRANSFER_SEALED: "Handoffs over {} that kv_transfer_exposed_seconds counts.",
+    TRANSFER_DIGEST_SECONDS: "Seconds spent on digests of pages over {}.",
+}
+TRANSFER_GAUGES: dict[str, str] = {
+    OVERLAP_RATIO: "Share of the transfer time over {} that was hidden behind compute: "
+    "1 - exposed seconds / seconds.",
+    GB_PER_S: "KV gigabytes (1e9 bytes) per second of transfer over {}.",
+}
+"""Name without transport -> help. Workers publish each under `of_transport`."""
+
+TRANSPORTS = {"shm": "shared memory", "tcp": "TCP"}
+
+
+def of_transport(name: str, transport: str) -> str:
+    """The metric of one transport; counters keep the ending by which they are known."""
+    return f"{name}_{transport}" + ("_total" if name in TRANSFER_COUNTERS else "")
+
 
 WORKER_STATS: dict[str, str] = {
     NUM_PREEMPTIONS: "Sequences preempted because pages ran out.",
     HANDOFFS: "Handoffs committed.",
     HANDOFFS_DENIED: "Handoffs denied by the receiver.",
     HANDOFFS_FAILED: "Handoffs that ended otherwise: NACK, cancel, deadline or lost connection.",
-    TRANSFER_BYTES: "KV bytes sent (prefill) or received (decode).",
-    TRANSFER_SECONDS: "Seconds during which pages of some handoff were being sent.",
-    TRANSFER_EXPOSED_SECONDS: "Seconds of sending that were left after the last layer's compute.",
-    OVERLAP_RATIO: "1 - exposed transfer time / total transfer time.",
     WORKER_PROMPT_TOKENS: "Prompt tokens computed by this worker.",
     WORKER_GENERATION_TOKENS: "Tokens sampled by this worker.",
     WORKER_CACHED_TOKENS: "Prompt tokens that this worker took from its prefix cache.",
     STEPS: "Steps executed.",
     STEP_SECONDS: "Seconds spent in steps.",
+    STEP_KERNEL_SECONDS: "Of those, seconds in the model and in sampling.",
+    STEP_GAPS: "Steps that followed another without a pause for lack of work.",
+    STEP_GAP_SECONDS: "Seconds between such steps: reporting, taking in, scheduling.",
+    LONGEST_STEP_GAP: "Longest time between two such steps, seconds.",
     PREFILL_INFLIGHT: "Requests claimed and not yet handed over.",
     DECODE_TRANSFER_QUEUE: "Handoffs granted and not yet committed.",
-    "gb_per_s_shm": "KV gigabytes (1e9 bytes) per second while pages went over shared memory.",
-    "gb_per_s_tcp": "KV gigabytes (1e9 bytes) per second while pages went over TCP.",
     "late_messages": "Messages for handoffs that had ended; ignored.",
     "digest_failures": "Page messages whose bytes did not match their digest; refused.",
     "refused": "Connections refused in HELLO.",
+    **{
+        of_transport(name, transport): text.format(long_name)
+        for transport, long_name in TRANSPORTS.items()
+        for name, text in (TRANSFER_COUNTERS | TRANSFER_GAUGES).items()
+    },
     **DEVICE_STATS,
 }
 """Keys of `WorkerRecord.stats` -> help. Names that end in `_total` are shown as counters."""

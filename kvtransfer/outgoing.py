@@ -1,7 +1,7 @@
 """The writer's decisions, without sockets: what is queued for sending, and what became of it.
 
 `OutgoingTable` belongs to one connection. Callers on any thread put work in (`reserve`, and `push`,
-`seal`, `cancel` of a `Handoff`); the sender thread takes it out with `next_item`; the receiver
+`seal`, `cancel` of a `Handoff`); the sender thread takes it out with `next_batch`; the receiver
 thread reports answers. For the states see `handoff`. What holds here:
 
 - Nobody waits: every call returns at once, and futures tell the rest. They are settled outside the
@@ -9,7 +9,10 @@ thread reports answers. For the states see `handoff`. What holds here:
 - Only the sender thread reads local pages, and only for items it took from the queue. `detached` is
   settled by that thread, or when it has ended, or when nothing was ever granted.
 - A broken handoff's items leave the queue and an `End` goes to its front: the next thing that the
-  receiver hears of it is that we stopped.
+  receiver hears of it, but for what the sender has just taken, is that we stopped.
+- Pages do not wake the sender one layer at a time: a wake-up costs the compute more than sending a
+  layer does. It sleeps until a batch has come together or something else is to be said; towards a
+  prompt's end until as much waits as is still to come, so that one layer is left for the end.
 """
 
 from __future__ import annotations
@@ -17,18 +20,25 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any
 
 from pageferry.kvtransfer.frames import Grant, Renew, Reserve
 from pageferry.kvtransfer.handoff import (
     HandoffDenied,
     HandoffFailed,
-    Manifest,
     State,
     pages_needed,
+)
+from pageferry.kvtransfer.sending import (
+    Announce,
+    Close,
+    End,
+    Handoff,
+    Item,
+    Push,
+    merged,
+    running_future,
 )
 from pageferry.kvtransfer.wire import Event, Request
 
@@ -36,102 +46,6 @@ MAX_QUEUED = 65_536
 """Items that may wait for the sender; a handoff that wants more breaks."""
 
 Settlement = Callable[[], None]
-
-
-def _running_future() -> Future[Any]:
-    """A future that its holder cannot cancel: only the handoff itself can be."""
-    future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()
-    return future
-
-
-class Handoff:
-    """The caller's end of a granted handoff. Thread-safe; nothing here blocks."""
-
-    def __init__(self, table: OutgoingTable, handoff_id: int, request: Request) -> None:
-        self.handoff_id = handoff_id
-        self.request = request
-        self.state = State.RESERVING
-        self.skip_pages = 0
-        """Leading pages that the receiver holds already; pushing them has no effect."""
-        self.remote_pages: list[int] = []
-        self.num_pages = 0
-        """Pages of the prompt, skipped ones included."""
-        self.reason = ""
-        self.manifest = Manifest()
-        self.announced = False
-        self.heard_at = self.said_at = table.clock()
-        self.lease_s = 0.0
-        self.granted: Future[Handoff] = _running_future()
-        self.committed: Future[None] | None = None
-        self._detached: Future[None] = _running_future()
-        self._table = table
-
-    @property
-    def detached(self) -> Future[None]:
-        """Done, without error, when the sender reads the local pages no more, however it ended."""
-        return self._detached
-
-    def push(self, layer: int, first: int, local_pages: Sequence[int]) -> None:
-        """Logical pages `first...` of the sequence lie in `local_pages`, this layer's KV complete.
-
-        Enqueues and returns. The pages must stay as they are until `detached`. Without effect if
-        the handoff is over; `seal` tells.
-        """
-        end = first + len(local_pages)
-        if first < 0 or end > self.num_pages:
-            raise ValueError(f"pages {first}..{end} are not within the prompt's {self.num_pages}")
-        skipped = max(0, self.skip_pages - first)
-        if pages := tuple(local_pages[skipped:]):
-            self._table.put_push(Push(self, layer, first + skipped, pages))
-
-    def seal(self, first_token: Event) -> Future[None]:
-        """All pages are pushed. Done at COMMIT; `HandoffFailed` otherwise."""
-        return self._table.seal(self, first_token)
-
-    def cancel(self, reason: str) -> Future[None]:
-        """Give up, in whatever state; without effect once it is over. Returns `detached`."""
-        self._table.fail(self, f"cancelled: {reason}", tell=reason)
-        return self.detached
-
-
-@dataclass(frozen=True)
-class Announce:
-    handoff: Handoff
-    message: Reserve
-
-
-@dataclass(frozen=True)
-class Push:
-    handoff: Handoff
-    layer: int
-    first: int
-    local_pages: tuple[int, ...]
-
-    @property
-    def remote_pages(self) -> list[int]:
-        start = self.first - self.handoff.skip_pages
-        return self.handoff.remote_pages[start : start + len(self.local_pages)]
-
-
-@dataclass(frozen=True)
-class Close:
-    """SEAL; everything before it in the queue was this handoff's pages."""
-
-    handoff: Handoff
-    first_token: Event
-    asked_at: float
-
-
-@dataclass(frozen=True)
-class End:
-    """STOPPED, after CANCEL if the receiver does not know yet that it is over."""
-
-    handoff: Handoff
-    tell: str | None
-
-
-Item = Announce | Push | Close | End
 
 
 class OutgoingTable:
@@ -142,15 +56,23 @@ class OutgoingTable:
         page_size: int,
         remote_num_pages: int,
         timeout_s: float,
+        num_layers: int = 1,
+        batch_pages: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`batch_pages`: pages that are worth waking the sender, each layer's counted by itself."""
         self.clock = clock
+        self.exposed_s = 0.0
+        """Seconds from the call of `seal` to COMMIT, over `counts["committed"]` handoffs."""
         self.counts: Counter[str] = Counter()
         self._page_size = page_size
         self._remote_num_pages = remote_num_pages
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
+        self._num_layers = num_layers
+        self._batch_pages = self._enough = batch_pages
         self._queue: deque[Item] = deque()
+        self._queued_pages = self._urgent = 0
         self._handoffs: dict[int, Handoff] = {}
         self._attached: set[Handoff] = set()
         self._next_id = 0
@@ -192,11 +114,11 @@ class OutgoingTable:
         with self._changed:
             if handoff.committed is not None:
                 raise ValueError(f"handoff {handoff.handoff_id} was sealed before")
-            committed: Future[None] = _running_future()
+            committed: Future[None] = running_future()
             handoff.committed = committed
             if handoff.state is State.OPEN:
-                handoff.state = State.SEALING
-                self._put(Close(handoff, first_token, self.clock()))
+                handoff.state, handoff.sealed_at = State.SEALING, self.clock()
+                self._put(Close(handoff, first_token))
                 return committed
         committed.set_exception(HandoffFailed(handoff.reason))
         return committed
@@ -270,6 +192,7 @@ class OutgoingTable:
                 return
             handoff.state = State.COMMITTED
             self.counts["committed"] += 1
+            self.exposed_s += self.clock() - handoff.sealed_at
             del self._handoffs[handoff_id]
         handoff.committed.set_result(None)
 
@@ -312,18 +235,28 @@ class OutgoingTable:
 
     # --- the sender thread
 
-    def next_item(self, timeout_s: float) -> Item | None:
-        """The next thing to send, or None after `timeout_s` without one."""
+    def next_batch(self, timeout_s: float) -> list[Item]:
+        """What to send now, in order; after `timeout_s` also what is less than a batch, or nothing.
+
+        Of one handoff, pages of adjacent layers come as one `Push`.
+        """
         with self._changed:
-            if not self._queue:
+            if not self._is_due():
                 self._changed.wait(timeout_s)
+            taken: list[Item] = []
+            pages, now = 0, self.clock()
+            while self._queue and pages < self._batch_pages:
+                item = self._queue.popleft()
+                item.handoff.said_at = now
+                if isinstance(item, Announce):
+                    item.handoff.announced = True
+                if isinstance(item, Push):
+                    pages += item.num_pages
+                taken.append(item)
+            self._count(taken, -1)
             if not self._queue:
-                return None
-            item = self._queue.popleft()
-            item.handoff.said_at = self.clock()
-            if isinstance(item, Announce):
-                item.handoff.announced = True
-            return item
+                self._enough = self._batch_pages
+            return merged(taken)
 
     def detach(self, handoff: Handoff) -> None:
         """The sender reads this handoff's local pages no more."""
@@ -342,7 +275,28 @@ class OutgoingTable:
 
     def _put(self, item: Item) -> None:
         self._queue.append(item)
-        self._changed.notify()
+        self._count([item], 1)
+        if isinstance(item, Push):
+            self._enough = min(self._enough, self._pages_to_come(item))
+        if self._is_due():
+            self._changed.notify()
+
+    def _count(self, items: Iterable[Item], sign: int) -> None:
+        for item in items:
+            if isinstance(item, Push):
+                self._queued_pages += sign * item.num_pages
+            else:
+                self._urgent += sign
+
+    def _pages_to_come(self, push: Push) -> int:
+        """Of its prompt, if this is the last chunk of it; else more than a batch."""
+        if push.first + len(push.local_pages) < push.handoff.num_pages:
+            return self._batch_pages
+        return (self._num_layers - push.layer - push.layers) * len(push.local_pages)
+
+    def _is_due(self) -> bool:
+        """Whether the sender should work: enough pages wait, or anything that is not pages."""
+        return self._urgent > 0 or (bool(self._queue) and self._queued_pages >= self._enough)
 
     def _fail(self, handoff: Handoff, reason: str, tell: str | None) -> list[Settlement]:
         if handoff.state in (State.COMMITTED, State.BROKEN):
@@ -352,6 +306,8 @@ class OutgoingTable:
         self._handoffs.pop(handoff.handoff_id, None)
         self._queue = deque(item for item in self._queue if item.handoff is not handoff)
         self._queue.appendleft(End(handoff, tell))
+        self._queued_pages = self._urgent = 0
+        self._count(self._queue, 1)
         self._changed.notify()
         # A future is settled by whoever moved the state away from where it is awaited.
         if before is State.RESERVING:

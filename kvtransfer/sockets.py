@@ -2,7 +2,8 @@
 
 A `FrameSocket` wakes every `POLL_S` while it waits, so that its thread can notice that it should
 end (`closing`); a transfer that has begun and then sees no byte for `stall_s` is a lost connection.
-Only the thread that owns a socket closes it.
+Only the thread that owns a socket closes it. The waits are the kernel's (SO_RCVTIMEO, SO_SNDTIMEO):
+with a timeout of its own, Python would poll before each call.
 
 Nothing here shuts the reading direction down: the end of the peer's stream is the proof that a
 one-sided writer is gone, and must not be faked. A writer in turn ends its stream only after its
@@ -27,6 +28,10 @@ IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)
 """Buffers that one sendmsg or recvmsg takes."""
 
 _SCRATCH_BYTES = 256 * 1024
+_AHEAD_BYTES = 2048
+"""What one call may read beyond what was asked for: the rest of a frame, and frames after it."""
+
+_NO_BYTES = memoryview(b"")
 
 
 class ConnectionLost(Exception):
@@ -40,6 +45,14 @@ class ConnectionLost(Exception):
         self.peer_gone = peer_gone
 
 
+def _nothing() -> None:
+    pass
+
+
+def _always() -> bool:
+    return True
+
+
 class FrameSocket:
     """A connected stream socket. One thread reads; several may send, one frame at a time."""
 
@@ -47,12 +60,24 @@ class FrameSocket:
         self.sock = sock
         self.stall_s = stall_s
         self.bytes_received = 0
-        self.bytes_sent = 0
+        self.frames_sent = 0
+        self.calls = 0
+        """System calls that moved bytes, both directions."""
         self.closing = False
         self._send_lock = threading.Lock()
-        sock.settimeout(POLL_S)
+        self._ahead = _NO_BYTES
+        self._spare: list[memoryview] = []
+        sock.settimeout(None)
+        period = struct.pack("ll", 0, int(POLL_S * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, period)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, period)
 
     # --- reading
+
+    def read_ahead(self) -> None:
+        """From now on take in what has come in few calls. Not before `recv_fd`: a descriptor comes
+        with the very call that reads its byte."""
+        self._spare = [memoryview(bytearray(_AHEAD_BYTES))]
 
     def recv_message(
         self, on_idle: Callable[[], None] | None = None, max_body: int = 2**32
@@ -70,9 +95,7 @@ class FrameSocket:
         self._fill([memoryview(body)])
         return decode(tag, bytes(body))
 
-    def recv_payload(
-        self, views: Sequence[memoryview], keep: Callable[[], bool] = lambda: True
-    ) -> bool:
+    def recv_payload(self, views: Sequence[memoryview], keep: Callable[[], bool] = _always) -> bool:
         """Read exactly the views' bytes into them. False: `keep` said no on the way.
 
         From then on the rest of the payload is still to be read; `discard` it, so that the next
@@ -95,7 +118,7 @@ class FrameSocket:
             try:
                 if not self.sock.recv_into(scratch):
                     return True
-            except TimeoutError:
+            except BlockingIOError:
                 continue
             except OSError:
                 return True
@@ -105,18 +128,19 @@ class FrameSocket:
         self,
         views: Sequence[memoryview],
         idle: Callable[[], None] | None = None,
-        keep: Callable[[], bool] = lambda: True,
+        keep: Callable[[], bool] | None = None,
     ) -> bool:
+        """Fill the views. `keep` marks a payload, of which nothing but its bytes is asked for."""
         pending = [view for view in views if len(view)]
         silent_since = time.monotonic()
         while pending:
             if self.closing:
                 raise ConnectionLost("closing")
-            if not keep():
+            if keep is not None and not keep():
                 return False
             try:
-                got = self._recv(pending)
-            except TimeoutError:
+                got = self._recv(pending, whole=keep is not None)
+            except BlockingIOError:
                 if idle is not None:
                     idle()
                 elif time.monotonic() - silent_since > self.stall_s:
@@ -128,14 +152,27 @@ class FrameSocket:
                 raise ConnectionLost("closed by the peer", peer_gone=True)
             idle = None  # a message has begun
             silent_since = time.monotonic()
-            self.bytes_received += got
             pending = _advance(pending, got)
         return True
 
-    def _recv(self, views: list[memoryview]) -> int:
-        if len(views) == 1:
-            return self.sock.recv_into(views[0])
-        return self.sock.recvmsg_into(views[:IOV_MAX])[0]
+    def _recv(self, views: list[memoryview], whole: bool) -> int:
+        """Bytes put into the views; 0 at the end of the stream."""
+        if self._ahead:
+            got = min(len(views[0]), len(self._ahead))
+            views[0][:got] = self._ahead[:got]
+            self._ahead = self._ahead[got:]
+        else:
+            self.calls += 1
+            views = views[: IOV_MAX - 1]
+            spare = [] if whole else self._spare
+            flags = socket.MSG_WAITALL if whole else 0
+            got = self.sock.recvmsg_into([*views, *spare], 0, flags)[0]
+            if spare:
+                wanted = sum(map(len, views))
+                self._ahead = spare[0][: max(0, got - wanted)]
+                got = min(got, wanted)
+        self.bytes_received += got
+        return got
 
     # --- sending
 
@@ -146,15 +183,23 @@ class FrameSocket:
         stall_s: float | None = None,
     ) -> None:
         """Send one frame and its payload whole. `ConnectionLost` if no byte goes for `stall_s`."""
-        pending = [memoryview(encode(message)), *payload]
-        pending = [view for view in pending if len(view)]
+        self._send([memoryview(encode(message)), *payload], 1, stall_s)
+
+    def send_frames(self, frames: Sequence[bytes]) -> None:
+        """Send what `encode` made of messages without payload, in one call if possible."""
+        self._send([memoryview(b"".join(frames))], len(frames), None)
+
+    def _send(self, views: list[memoryview], frames: int, stall_s: float | None) -> None:
+        pending = [view for view in views if len(view)]
         limit = self.stall_s if stall_s is None else stall_s
         with self._send_lock:
             stuck_since = time.monotonic()
+            self.frames_sent += frames
             while pending:
                 try:
+                    self.calls += 1
                     sent = self.sock.sendmsg(pending[:IOV_MAX])
-                except TimeoutError:
+                except BlockingIOError:
                     if self.closing or time.monotonic() - stuck_since > limit:
                         self.end_sending()  # a frame was cut short; nothing can follow it
                         raise ConnectionLost(f"takes no data for {limit:g} s") from None
@@ -162,7 +207,6 @@ class FrameSocket:
                 except OSError as error:
                     raise ConnectionLost(f"{type(error).__name__}: {error}") from error
                 stuck_since = time.monotonic()
-                self.bytes_sent += sent
                 pending = _advance(pending, sent)
 
     def end_sending(self) -> None:
@@ -173,10 +217,6 @@ class FrameSocket:
     def close(self) -> None:
         self.closing = True
         self.sock.close()
-
-
-def _nothing() -> None:
-    pass
 
 
 def _advance(views: list[memoryview], count: int) -> list[memoryview]:
@@ -265,7 +305,7 @@ def recv_fd(conn: FrameSocket) -> int:
     while True:
         try:
             data, fds, _, _ = socket.recv_fds(conn.sock, 1, 1)
-        except TimeoutError:
+        except BlockingIOError:
             if time.monotonic() > deadline:
                 raise ConnectionLost("the pool memory was not passed") from None
             continue

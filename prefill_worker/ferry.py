@@ -1,7 +1,8 @@
 """The decode workers as a prefill worker sees them: connections, ledgers, who gets a request.
 
 Every decode worker in the registry is connected to once per incarnation. One that refuses (other
-model, layout, key) is named in the log and the registry and not asked again.
+model, layout, key) is named in the log and the registry and not asked again. Dialling and hanging
+up go on beside following the registry: a worker that does not answer delays nobody else.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import copy
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from pageferry.kvtransfer.bus import Client, list_workers
@@ -25,6 +28,8 @@ from pageferry.kvtransfer.handoff import (
 from pageferry.kvtransfer.handoff_client import ClientOptions, Handoff, HandoffClient
 from pageferry.kvtransfer.keys import Keys
 from pageferry.kvtransfer.memory import PageStore
+from pageferry.kvtransfer.tasks import end_tasks
+from pageferry.kvtransfer.transfer_stats import Tally, figures
 from pageferry.kvtransfer.wire import WorkerRecord
 from pageferry.prefill_worker.job import Job
 
@@ -35,6 +40,8 @@ RETRY_S = 0.03
 """Pause after every candidate denied; pages come back once per decode step at the earliest."""
 
 MAX_REFUSALS = 16
+MAX_DIALLERS = 16
+"""Threads for connecting and closing; each may have to wait for a worker that does not answer."""
 MAX_AFFINITIES = 4096
 
 
@@ -57,6 +64,8 @@ class Ferry:
         self, identity: Identity, memory: PageStore, keys: Keys, options: ClientOptions
     ) -> None:
         self.peers: dict[str, Peer] = {}
+        self.dialling: set[str] = set()
+        """Ids of workers that are being connected to."""
         self.refusals: collections.deque[str] = collections.deque(maxlen=MAX_REFUSALS)
         self._identity = identity
         self._memory = memory
@@ -65,29 +74,46 @@ class Ferry:
         self._refused: set[str] = set()
         self._unreachable: set[str] = set()
         """Said so in the log already."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._threads = ThreadPoolExecutor(MAX_DIALLERS, "ferry")
+        self._past_counts: collections.Counter[str] = collections.Counter()
+        self._past_tallies: dict[str, Tally] = {}
+        """Of connections that have ended: counters never go back."""
         self._affinity: collections.OrderedDict[bytes, str] = collections.OrderedDict()
         self._turn = asyncio.Lock()
+        self._is_closed = False
 
     async def refresh(self, client: Client) -> None:
         """Follow the registry: connect to new decode workers, leave those that are gone."""
+        for task in [task for task in self._tasks if task.done()]:
+            self._tasks.remove(task)
+            task.result()
         records = {r.id: r for r in await list_workers(client, self._keys) if r.role == "decode"}
         self._refused &= records.keys()
         self._unreachable &= records.keys()
         for worker_id in list(self.peers):
             if worker_id not in records or not self.peers[worker_id].client.alive:
-                gone = self.peers.pop(worker_id)
-                await asyncio.to_thread(gone.client.close)
+                gone = self.peers.pop(worker_id).client
+                self._add(gone, self._past_counts, self._past_tallies)
+                self._start(self._in_thread(gone.close))
         for record in records.values():
             if record.id in self.peers:
                 self.peers[record.id].record = record
-            elif record.id not in self._refused:
-                await self._connect(record)
+            elif record.id not in self._refused | self.dialling:
+                self.dialling.add(record.id)
+                self._start(self._connect(record))
         await asyncio.sleep(REFRESH_S)
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        self._tasks.add(asyncio.create_task(work))
+
+    async def _in_thread(self, work: Callable[[], None]) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def _connect(self, record: WorkerRecord) -> None:
         client = HandoffClient(self._identity, record, self._memory, self._options)
         try:
-            await asyncio.to_thread(client.connect)
+            await self._in_thread(lambda: self._dial(client))
         except HandoffRefused as error:
             self._refused.add(record.id)
             self.refusals.append(f"{record.id}: {error}")
@@ -100,6 +126,13 @@ class Ferry:
             self._unreachable.discard(record.id)
             self.peers[record.id] = Peer(record, client)
             log.info("connected to %s over %s", record.id, client.transport)
+        finally:
+            self.dialling.discard(record.id)
+
+    def _dial(self, client: HandoffClient) -> None:
+        client.connect()
+        if self._is_closed:  # nobody waits for it any more
+            client.close()
 
     @property
     def has_room(self) -> bool:
@@ -165,19 +198,26 @@ class Ferry:
             self._affinity.popitem(last=False)
 
     async def close(self) -> None:
-        for peer in self.peers.values():
-            await asyncio.to_thread(peer.client.close)
+        """Hang up. Attempts to connect are left to their threads, which end with the handshake's
+        deadline."""
+        self._is_closed = True
+        await end_tasks(self._tasks)
+        await asyncio.gather(*(self._in_thread(p.client.close) for p in self.peers.values()))
+        self._threads.shutdown(wait=False)
 
     def stats(self) -> dict[str, float]:
-        """Counters of all connections, summed; ratios are averaged."""
-        each = [p.client.stats() for p in self.peers.values()]
-        names = {name for stats in each for name in stats}
-        total = {}
-        for name in names:
-            values = [stats[name] for stats in each if name in stats]
-            is_ratio = "ratio" in name or "gb_per_s" in name
-            total[name] = sum(values) / len(values) if is_ratio else sum(values)
-        return total
+        """Counters of all connections so far, and what follows from their sums."""
+        counts, tallies = self._past_counts.copy(), copy.deepcopy(self._past_tallies)
+        for peer in self.peers.values():
+            self._add(peer.client, counts, tallies)
+        return {**counts, **figures(tallies)}
+
+    @staticmethod
+    def _add(
+        client: HandoffClient, counts: collections.Counter[str], tallies: dict[str, Tally]
+    ) -> None:
+        counts.update(client.counts())
+        tallies.setdefault(client.transport, Tally()).add(client.tally())
 
 
 @contextlib.asynccontextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from typing import Any
 
 import pytest
@@ -111,6 +112,35 @@ async def test_events_go_to_their_gateways_in_order_also_after_an_outage(
     assert await client.xlen(KEYS.tokens("gb"))
     await bus.close("w1")
     assert await list_workers(client, KEYS) == []
+
+
+async def test_single_events_from_another_thread_arrive_each_once_and_in_order(
+    client: Any, redis_url: str
+) -> None:
+    """The loop is woken once for several: none may be left behind when it has just looked."""
+    bus = WorkerBus(redis_url, KEYS, 1.0, Spy().callbacks())
+    await bus.start()
+    events = [Event("r", 0, Kind.TOKENS, "w1", i, (i,)) for i in range(400)]
+
+    def engine() -> None:
+        for i, event in enumerate(events):
+            bus.emit([("ga", event)])
+            time.sleep(0.0005 * (i % 3))
+
+    await asyncio.to_thread(engine)
+    got: list[Event] = []
+
+    async def read() -> bool:
+        nonlocal got
+        entries = await client.xrange(KEYS.tokens("ga"))
+        got = [e for _, fields in entries for e in unpack_events(fields[FIELD])]
+        return len(got) >= len(events)
+
+    async with asyncio.timeout(10):
+        while not await read():
+            await asyncio.sleep(0.01)
+    assert got == events
+    await bus.close("w1")
 
 
 async def test_cancels_reach_the_worker_and_those_before_its_start_do_not(

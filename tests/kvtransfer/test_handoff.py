@@ -42,6 +42,28 @@ def test_bytes_arrive_exactly_at_permuted_pages(world, transport):
     receiver.pool.release(taken[1::2])
 
 
+def test_layers_that_wait_together_travel_in_one_message(world, transport):
+    receiver = world.receiver()
+    writer = world.writer(receiver, transport)
+    taken = receiver.pool.allocate(16)
+    receiver.pool.release(taken[::2])  # every second page: nothing is adjacent
+    request = world.make_request(tokens=20)
+    before = writer.client.counts()["frames_sent"]
+    writer.hand_over(receiver, request, [9, 8, 3, 4, 20])
+    (intake,) = receiver.inbox.intakes
+    for layer in range(world.layout.num_layers):
+        for mine, theirs in zip([9, 8, 3, 4, 20], intake.page_ids, strict=False):
+            assert receiver.page(layer, theirs) == world.pattern(layer, mine)
+    assert writer.client.counts()["frames_sent"] - before <= 3  # RESERVE, PAGES, SEAL
+    tally = writer.client.tally()
+    assert (tally.pages, tally.bytes, tally.sealed) == (15, 15 * 256, 1)
+    assert 0 < tally.exposed_seconds <= tally.seconds
+    assert tally.digest_seconds > 0
+    received = receiver.server.stats()
+    assert received[f"kv_transfer_bytes_{transport}_total"] == 15 * 256
+    receiver.pool.release(taken[1::2])
+
+
 @pytest.mark.parametrize(("tokens", "pages"), [(1, 1), (3, 1), (4, 2), (5, 2), (8, 3), (12, 4)])
 def test_a_growth_page_comes_with_the_grant_when_the_next_token_needs_it(
     world, transport, tokens, pages
@@ -79,10 +101,10 @@ def test_a_full_prefix_hit_sends_nothing_and_still_commits(world, transport):
     receiver = world.receiver()
     writer = world.writer(receiver, transport)
     writer.hand_over(receiver, world.make_request("a", 8), [0, 1])
-    sent = writer.client.stats()["pages_sent"]
+    sent = writer.client.counts()["pages_sent"]
     handoff = writer.hand_over(receiver, world.make_request("b", 8), [0, 1])
     assert handoff.skip_pages == 2
-    assert writer.client.stats()["pages_sent"] == sent
+    assert writer.client.counts()["pages_sent"] == sent
     assert len(receiver.inbox.intakes[1].page_ids) == 3
     receiver.check()
 
@@ -298,6 +320,7 @@ def test_many_handoffs_at_once_keep_their_bytes_apart(world, transport):
 
 
 def test_a_bad_local_page_costs_one_handoff(world, transport, caplog):
+    caplog.set_level("INFO")
     receiver = world.receiver()
     writer = world.writer(receiver, transport)
     request = world.make_request("a", 10)
@@ -305,6 +328,9 @@ def test_a_bad_local_page_costs_one_handoff(world, transport, caplog):
     handoff.push(0, 0, [0, 99, 2])
     with pytest.raises(HandoffFailed, match="cannot send: IndexError"):
         handoff.seal(world.first_token(request)).result(5)
+    world.wait_until(lambda: receiver.pool.ledger().free == 16)
+    assert "cancelled by the writer" in caplog.text
+    assert "bad SEAL" not in caplog.text  # what is broken is not sealed
     writer.hand_over(receiver, world.make_request("b", 10), [0, 1, 2])
 
 

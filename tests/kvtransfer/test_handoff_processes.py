@@ -42,7 +42,7 @@ WRITER = textwrap.dedent(
     if mode == "pause":
         handoff = client.reserve(request("child"), []).result(10)
         handoff.push(0, 0, [0, 1, 2])
-        while client.stats()["pages_sent"] < 3:
+        while client.counts()["pages_sent"] < 3:
             time.sleep(0.005)
         print("paused", flush=True)
         sys.stdin.readline()

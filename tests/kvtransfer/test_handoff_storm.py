@@ -122,7 +122,7 @@ def test_a_replayed_handoff_does_not_write_again(world, transport):
         if raw.remote is not None:
             raw.remote.view(layer, grant.page_ids[0], 1)[:] = payload
         said.append(Pages(raw.next_id, layer, 0, 1, digest, size))
-        manifest.add(layer, 0, 1, digest)
+        manifest.add(said[-1])
     said.append(Seal(raw.next_id, manifest.digest(), world.first_token(request).to_list()))
     for message in said:
         raw.say(message, payload if isinstance(message, Pages) and size else b"")

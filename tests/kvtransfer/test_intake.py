@@ -161,14 +161,19 @@ class Schedule:
         handoff_id = self.some_handoff(peer)
         layer, count = self.rng.choice([0, 0, 0, 1, 1, 1, 2]), self.rng.choice([0, 1, 1, 1, 2, 3])
         first, corrupt = self.rng.randrange(5), self.chance(0.1)
-        message = Pages(handoff_id, layer, first, count, b"bad" if corrupt else b"good", 0)
+        depth = self.rng.choice([0, 2, 3]) if self.chance(0.03) else 1
+        if layer == 0 and self.chance(0.25):
+            depth = 2
+        layers = range(layer, layer + depth)
+        digest = b"bad" if corrupt else b"good"
+        message = Pages(handoff_id, layer, first, count, digest, 0, len(layers))
         found = self.granted.get((peer, handoff_id))
-        wanted = {(layer, page) for page in range(first, first + count)}
-        allowed = (
+        wanted = {(each, page) for each in layers for page in range(first, first + count)}
+        allowed = bool(
             found is not None
             and not found.over
-            and layer < LAYOUT.num_layers
-            and count > 0
+            and layers.stop <= LAYOUT.num_layers
+            and wanted
             and first >= found.grant.skip_pages
             and first + count <= found.grant.skip_pages + len(found.grant.page_ids)
             and not wanted & found.arrived
@@ -190,7 +195,7 @@ class Schedule:
         self.heed(self.table.end_pages(write.incoming, write.message, b"good" if whole else None))
         if write.message.digest == b"good" and whole:
             message = write.message
-            write.granted.manifest.add(message.layer, message.first, message.count, b"good")
+            write.granted.manifest.add(message)
         else:
             assert write.granted.over
 
@@ -209,7 +214,7 @@ class Schedule:
                 assert incoming is not None
                 assert self.table.end_pages(incoming, message, b"good") == []
                 found.arrived.add((layer, page))
-                found.manifest.add(layer, page, 1, b"good")
+                found.manifest.add(message)
 
     def seal(self) -> None:
         peer, lie = self.idle_peer(), self.chance(0.1)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 
 import pytest
 
 from pageferry.kvtransfer.layout import KVLayout
-from pageferry.kvtransfer.memory import PoolMemory, adjacent_runs, copy_views
+from pageferry.kvtransfer.memory import PoolMemory, adjacent_runs, shared_runs
 
 LAYOUT = KVLayout(dtype="bfloat16", page_size=4, num_layers=2, num_kv_heads=1, head_dim=8)
 
@@ -78,20 +77,39 @@ def test_runs_merge_only_ascending_neighbours():
     assert adjacent_runs([3, 4, 5, 9, 8, 8, 0]) == [(3, 3), (9, 1), (8, 1), (8, 1), (0, 1)]
 
 
+def test_shared_runs_merge_what_is_adjacent_on_both_sides():
+    assert shared_runs([], []) == []
+    assert shared_runs([3, 4, 5, 6, 9], [0, 1, 7, 8, 9]) == [(3, 0, 2), (5, 7, 2), (9, 9, 1)]
+    with pytest.raises(ValueError, match="argument 2 is"):
+        shared_runs([1], [1, 2])
+
+
 @pytest.mark.parametrize("seed", range(20))
-def test_copying_between_differently_cut_views(seed):
+def test_writing_puts_every_page_of_a_row_where_it_belongs_and_nothing_else(memory, seed):
     rng = random.Random(seed)
-    size = rng.randint(1, 60)
-    source, target = bytearray(rng.randbytes(size)), bytearray(size)
+    row = rng.randbytes(9 * LAYOUT.page_bytes)
+    pages, positions = rng.sample(range(5), 4), rng.sample(range(9), 4)
+    memory.write(1, shared_runs(pages, positions), memoryview(bytearray(row)))
+    for page in range(5):
+        expected = bytes(LAYOUT.page_bytes)
+        if page in pages:
+            at = positions[pages.index(page)] * LAYOUT.page_bytes
+            expected = row[at : at + LAYOUT.page_bytes]
+        assert bytes(memory.view(1, page, 1)) == expected
+    assert not any(memory.view(0, 0, 5))
 
-    def cut(data: bytearray) -> list[memoryview]:
-        marks = sorted({0, size, *(rng.randint(0, size) for _ in range(4))})
-        return [memoryview(data)[a:b] for a, b in itertools.pairwise(marks)]
 
-    copy_views(cut(target), cut(source))
-    assert target == source
+OUTSIDE = [(5, 0, 1), (-1, 0, 1), (4, 0, 2), (0, 3, 1), (0, 2, 2), (0, -1, 1)]
 
 
-def test_copying_between_sizes_that_differ_is_an_error():
-    with pytest.raises(ValueError, match="different sizes"):
-        copy_views([memoryview(bytearray(3))], [memoryview(bytearray(4))])
+@pytest.mark.parametrize("run", OUTSIDE)
+def test_writing_stays_within_the_pool_and_the_row(memory, run):
+    with pytest.raises(IndexError):
+        memory.write(0, [(0, 0, 1), run], memoryview(bytearray(3 * LAYOUT.page_bytes)))
+    assert not any(memory.buffer)
+
+
+@pytest.mark.parametrize("pages", [[0, 5], [-1], [3, 4, 5]])
+def test_gathering_stays_within_the_pool(memory, pages):
+    with pytest.raises(IndexError, match="are not within 5"):
+        memory.gather(0, pages)

@@ -6,7 +6,8 @@ import pytest
 
 from pageferry.kvtransfer.frames import Grant, Renew
 from pageferry.kvtransfer.handoff import HandoffDenied, HandoffFailed
-from pageferry.kvtransfer.outgoing import Announce, Close, End, OutgoingTable, Push
+from pageferry.kvtransfer.outgoing import OutgoingTable
+from pageferry.kvtransfer.sending import Announce, Close, End, Push
 from pageferry.kvtransfer.wire import Event, Kind, Request, SamplingParams
 
 
@@ -34,8 +35,8 @@ TOKEN = Event("r", 1, Kind.TOKENS, "p", token_ids=(5,))
 def items(table):
     """Everything that the sender would do now."""
     found = []
-    while item := table.next_item(0):
-        found.append(item)
+    while batch := table.next_batch(0):
+        found += batch
     return found
 
 
@@ -226,3 +227,108 @@ def test_the_queue_is_bounded(table, monkeypatch):
     with pytest.raises(HandoffFailed, match="more than 5 messages wait"):
         handoff.seal(TOKEN).result(0)
     assert len(items(table)) == 1
+
+
+@pytest.fixture
+def patient(clock):
+    """A table whose sender is worth waking for six pages."""
+    return OutgoingTable(4, 8, timeout_s=10.0, num_layers=9, batch_pages=6, clock=clock)
+
+
+def is_woken(table):
+    """Whether a sender that waits would go on: it may not wait itself in a test."""
+    return table._is_due()
+
+
+def test_the_sender_sleeps_until_a_batch_has_come_together(patient):
+    handoff = granted(patient)
+    handoff.push(0, 0, [1, 2, 3])
+    assert not is_woken(patient)
+    handoff.push(1, 0, [1, 2, 3])
+    assert is_woken(patient)
+    handoff.push(2, 0, [1, 2, 3])
+    (batch,) = patient.next_batch(0)
+    assert (batch.layer, batch.layers, batch.num_pages) == (0, 2, 6)
+    assert not is_woken(patient)
+    (rest,) = patient.next_batch(0)  # its patience has ended
+    assert (rest.layer, rest.layers) == (2, 1)
+
+
+@pytest.mark.parametrize("urgent", ["seal", "cancel", "reserve", "last pages"])
+def test_what_is_urgent_does_not_wait_for_more_pages(patient, urgent):
+    handoff = granted(patient)
+    handoff.push(4, 0, [1, 2, 3])
+    assert not is_woken(patient)
+    if urgent == "seal":
+        handoff.seal(TOKEN)
+    elif urgent == "cancel":
+        handoff.cancel("left")
+    elif urgent == "reserve":
+        patient.reserve(REQUEST, [])
+    else:
+        handoff.push(8, 0, [1])
+        assert not is_woken(patient)  # the prompt goes on
+        handoff.push(8, 1, [2, 3])
+    assert is_woken(patient)
+    items(patient)
+    assert not is_woken(patient)
+
+
+def test_towards_the_end_of_a_prompt_batches_shrink_to_one_layer(patient):
+    handoff = granted(patient, skip=1)
+    batches = []
+    for layer in range(9):
+        handoff.push(layer, 1, [1, 2])
+        if is_woken(patient):
+            batches.append([push.layers for push in patient.next_batch(0)])
+    assert batches == [[3], [3], [2], [1]]
+    handoff.push(0, 1, [1, 2])
+    assert not is_woken(patient)  # and the next prompt begins anew
+
+
+def test_a_broken_handoffs_pages_are_no_reason_to_wake(patient):
+    other, handoff = granted(patient), granted(patient)
+    other.push(0, 0, [1, 2, 3])
+    handoff.push(0, 0, [1, 2])
+    handoff.cancel("left")
+    assert [type(item) for item in patient.next_batch(0)] == [End, Push]
+    other.push(1, 0, [1, 2, 3])
+    assert not is_woken(patient)
+
+
+def test_layers_are_joined_across_other_handoffs_but_never_out_of_their_own_order(patient):
+    one, two = granted(patient), granted(patient)
+    for layer in (0, 1):
+        one.push(layer, 0, [1])
+        two.push(layer, 0, [4])
+    one.push(3, 0, [1])
+    found = [(p.handoff, p.layer, p.layers) for p in items(patient)]
+    assert found == [(one, 0, 2), (two, 0, 2), (one, 3, 1)]
+    one.push(4, 0, [1])
+    one.seal(TOKEN)
+    two.push(2, 0, [4])
+    assert [type(item) for item in items(patient)] == [Push, Close, Push]
+
+
+@pytest.mark.parametrize("max_pages", [1, 2, 3, 4, 7, 100])
+@pytest.mark.parametrize("max_layers", [1, 2, 9])
+def test_parts_cover_every_page_once_in_order(patient, max_pages, max_layers):
+    push = Push(granted(patient), 2, 1, (7, 8, 9), layers=5)
+    covered = []
+    for part in push.parts(max_pages, max_layers):
+        assert part.layers <= max_layers
+        assert part.num_pages < max_pages + len(part.local_pages)
+        for layer in range(part.layer, part.layer + part.layers):
+            covered += [(layer, part.first + i, page) for i, page in enumerate(part.local_pages)]
+    assert sorted(covered) == [(la, 1 + i, 7 + i) for la in range(2, 7) for i in range(3)]
+
+
+def test_exposed_time_runs_from_seal_to_commit(patient, clock):
+    handoff = granted(patient)
+    clock.now = 1.0
+    handoff.seal(TOKEN)
+    clock.now = 1.5
+    items(patient)
+    clock.now = 3.5
+    patient.commit(handoff.handoff_id)
+    assert patient.exposed_s == 2.5

@@ -102,3 +102,18 @@ def test_cancels_and_records_arrive_as_they_were_sent() -> None:
     assert layout.differences(record.layout) == []
     other = dataclasses.replace(layout, page_size=32)
     assert layout.differences(other.to_dict()) == ["page_size: mine 16, theirs 32"]
+
+
+@pytest.mark.parametrize(
+    ("place", "wrong"),
+    [
+        (0, 1), (1, "1"), (1, True), (2, 99), (2, []), (3, None), (4, 1.0), (5, None), (5, ["1"]),
+        (5, [1, True]), (6, [1]), (7, 1), (8, "1"), (9, None), (10, 3), (11, None),
+    ],
+)  # fmt: skip
+def test_an_event_with_a_field_of_a_wrong_type_is_refused(place: int, wrong: object) -> None:
+    value = Event("r", 1, Kind.TOKENS, "w", 4, (5, 6), finish="stop", stop_token_id=2).to_list()
+    assert unpack_events(pack([value]))
+    value[place] = wrong
+    with pytest.raises(WireError):
+        unpack_events(pack([value]))

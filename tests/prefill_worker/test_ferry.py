@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import socket
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
-from pageferry.kvtransfer.handoff import NEVER, STALE_EPOCH, HandoffDenied, HandoffFailed
+from pageferry.kvtransfer.bus import Client, connect, publish_worker, retire_worker
+from pageferry.kvtransfer.handoff import (
+    NEVER,
+    STALE_EPOCH,
+    HandoffDenied,
+    HandoffFailed,
+    Identity,
+    Intake,
+)
+from pageferry.kvtransfer.handoff_client import ClientOptions
+from pageferry.kvtransfer.handoff_server import HandoffServer, ServerOptions
 from pageferry.kvtransfer.keys import Keys
+from pageferry.kvtransfer.layout import KVLayout
+from pageferry.kvtransfer.memory import PoolMemory
+from pageferry.kvtransfer.pool import PagePool
 from pageferry.kvtransfer.wire import Ledger, Request, SamplingParams, WorkerRecord
 from pageferry.prefill_worker.ferry import Ferry, Peer
 from pageferry.prefill_worker.job import Job
+
+KEYS = Keys("m")
+LAYOUT = KVLayout(dtype="float32", page_size=4, num_layers=1, num_kv_heads=1, head_dim=4)
+IDENTITY = Identity("p", "prefill", "f", LAYOUT, 4)
 
 
 class FakeHandoff:
@@ -118,3 +138,80 @@ async def test_a_draining_worker_is_not_asked() -> None:
     peer.record = dataclasses.replace(peer.record, state="draining")
     await f.book(job())
     assert (len(draining.asked), len(ready.asked)) == (0, 1)
+
+
+class Idle:
+    """A decode worker's listener that takes everything."""
+
+    def admit(self, request: Request, num_pages: int) -> str:
+        return ""
+
+    def sealed(self, intake: Intake) -> None:
+        raise AssertionError("nothing is handed over here")
+
+
+@pytest.fixture
+async def registry(redis_url: str) -> AsyncIterator[Client]:
+    opened = connect(redis_url)
+    yield opened
+    await opened.aclose()
+
+
+@contextlib.asynccontextmanager
+async def real_ferry() -> AsyncIterator[Ferry]:
+    memory = PoolMemory.create(LAYOUT, 4)
+    made = Ferry(IDENTITY, memory, KEYS, ClientOptions("tcp"))
+    yield made
+    await made.close()
+    memory.close()
+
+
+async def register(registry: Client, worker_id: str, address: str) -> None:
+    record = WorkerRecord(
+        worker_id, "decode", 1, "h", "ready", "m", "f", LAYOUT.to_dict(),
+        Ledger(4, 4, 0, 0, 0, 0, 4), 16, addresses={"tcp": address},
+    )  # fmt: skip
+    await publish_worker(registry, KEYS, record, 60)
+
+
+@pytest.fixture
+def answering() -> Iterator[HandoffServer]:
+    memory, pool = PoolMemory.create(LAYOUT, 4), PagePool(4, LAYOUT.page_size, b"")
+    identity = dataclasses.replace(IDENTITY, worker_id="z-answers", role="decode")
+    server = HandoffServer(identity, pool, memory, Idle(), ServerOptions(transports=("tcp",)))
+    server.start()
+    yield server
+    server.close()
+    memory.close()
+
+
+async def test_a_worker_that_does_not_answer_delays_no_other(
+    registry: Client, answering: HandoffServer
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts and says nothing
+        await register(registry, "a-silent", f"127.0.0.1:{silent.getsockname()[1]}")
+        await register(registry, "z-answers", answering.addresses["tcp"])
+        async with real_ferry() as f, asyncio.timeout(30):
+            while "z-answers" not in f.peers:
+                await f.refresh(registry)
+            assert f.dialling == {"a-silent"}
+            await f.refresh(registry)  # goes on following the registry
+            assert f.dialling == {"a-silent"}
+
+
+async def test_counters_of_a_connection_outlive_it(
+    registry: Client, answering: HandoffServer
+) -> None:
+    await register(registry, "z-answers", answering.addresses["tcp"])
+    async with real_ferry() as f, asyncio.timeout(30):
+        while not f.peers:
+            await f.refresh(registry)
+        request = Request("r", 0, "gw", tuple(range(99)), 99, SamplingParams())
+        with pytest.raises(HandoffDenied):
+            await asyncio.wrap_future(f.peers["z-answers"].client.reserve(request, []))
+        before = f.stats()
+        await retire_worker(registry, KEYS, "z-answers")
+        while f.peers:
+            await f.refresh(registry)
+        assert f.stats() == before
+        assert before["kv_handoffs_denied_total"] == 1
