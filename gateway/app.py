@@ -23,6 +23,7 @@ from aiohttp import web
 from pageferry.gateway.admission import Admission
 from pageferry.gateway.calls import CallContext, Calls
 from pageferry.gateway.dispatch import Dispatcher
+from pageferry.gateway.encoding import num_lanes
 from pageferry.gateway.errors import unavailable
 from pageferry.gateway.fleet import Fleet
 from pageferry.gateway.metrics import GatewayMetrics, LiveGauges
@@ -72,7 +73,8 @@ class Gateway:
             lambda: self.watcher.losses,
             self.health,
         )
-        self._threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "tokenise")
+        self._threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "prepare")
+        self._long_threads = ThreadPoolExecutor(num_lanes(), "prepare-long")
         self._context = CallContext(
             settings,
             model,
@@ -82,6 +84,7 @@ class Gateway:
             self.dispatcher,
             self.metrics,
             self._threads,
+            self._long_threads,
         )
         self.metrics.registry.register(
             LiveGauges(
@@ -170,7 +173,8 @@ class Gateway:
         await end_tasks(self._tasks)
         await self._leave()
         await self._close_clients()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._long_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def _leave(self) -> None:
         try:

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import secrets
 import uuid
+from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from aiohttp import web
 from pageferry.gateway.admission import Admission
 from pageferry.gateway.choices import Choice
 from pageferry.gateway.detokenize import TextStream
-from pageferry.gateway.dispatch import Dispatcher, waiting
+from pageferry.gateway.dispatch import Dispatcher
 from pageferry.gateway.errors import ApiError, bad_request
 from pageferry.gateway.metrics import GatewayMetrics
 from pageferry.gateway.requests import Generation
@@ -38,6 +39,7 @@ log = logging.getLogger(__name__)
 
 INLINE_BYTES = 2048
 """Bodies up to this size are parsed and tokenised on the event loop: a thread hop costs more."""
+LONG_BODY_BYTES = 32 * 1024
 DEFAULT_MAX_TOKENS = 16
 """Completions only, as the OpenAI API has it; chats may fill the context."""
 SEED_RANGE = 2**63
@@ -55,12 +57,15 @@ class CallContext:
     dispatcher: Dispatcher
     metrics: GatewayMetrics
     threads: ThreadPoolExecutor
+    """For parsing and tokenising bodies of ordinary size."""
+    long_threads: ThreadPoolExecutor
+    """For those above `LONG_BODY_BYTES`, which would make the others wait for seconds."""
 
 
 @dataclass(frozen=True)
 class Prepared:
     call: CompletionCall | ChatCall
-    prompts: list[list[int]]
+    prompts: list[array[int]]
     texts: list[str]
     """For echo: the prompts as text."""
     param: str
@@ -75,11 +80,11 @@ def prepare_completion(context: CallContext, body: bytes) -> Prepared:
     tokenizer = context.tokenizer
     prompts, texts = [], []
     for prompt in call.prompts:
-        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         if not ids:
             raise bad_request("The prompt is empty: there is nothing to continue.", "prompt")
         tokenizer.check_ids(ids)
-        prompts.append(ids)
+        prompts.append(array("i", ids))
         if call.echo:
             texts.append(prompt if isinstance(prompt, str) else text_of(tokenizer, ids))
     return Prepared(call, prompts, texts, "prompt")
@@ -91,7 +96,7 @@ def prepare_chat(context: CallContext, body: bytes) -> Prepared:
     check_model(context.model, call.model)
     context.admission.check_shape(call.n, 1)
     ids = context.tokenizer.encode_chat(call.messages, template_kwargs=call.template_kwargs)
-    return Prepared(call, [ids], [], "messages")
+    return Prepared(call, [array("i", ids)], [], "messages")
 
 
 def text_of(tokenizer: Tokenizer, ids: list[int]) -> str:
@@ -129,8 +134,7 @@ class Calls:
             prepared = await self._read(request, prepare)
             wake = asyncio.Event()
             choices = make_choices(context, prepared, arrived, wake)
-            pending = waiting(context.dispatcher.generations.values())
-            context.admission.check_room(len(choices), pending)
+            context.admission.check_room(len(choices), context.dispatcher.num_waiting)
         except ApiError as error:
             context.metrics.count(names.REQUESTS_REFUSED, 1, str(error.status))
             raise
@@ -164,14 +168,15 @@ class Calls:
         self, request: web.Request, prepare: Callable[[CallContext, bytes], Prepared]
     ) -> Prepared:
         context = self._context
-        context.admission.check_open(waiting(context.dispatcher.generations.values()))
+        context.admission.check_open(context.dispatcher.num_waiting)
         context.admission.preparing += 1
         try:
             body = await read_body(request, int(context.settings.max_body_mib * 2**20))
             if len(body) <= INLINE_BYTES:
                 return prepare(context, body)
+            pool = context.threads if len(body) <= LONG_BODY_BYTES else context.long_threads
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(context.threads, prepare, context, body)
+            return await loop.run_in_executor(pool, prepare, context, body)
         finally:
             context.admission.preparing -= 1
 
@@ -208,7 +213,6 @@ def make_choices(
     choices = []
     for prompt_index, prompt in enumerate(prepared.prompts):
         budget = context.admission.output_budget(len(prompt), max_tokens, prepared.param)
-        ids = tuple(prompt)
         for i in range(call.n):
             index = prompt_index * call.n + i
             sampling = call.sampling(
@@ -216,7 +220,7 @@ def make_choices(
             )
             generation = Generation(
                 id=f"{call_id}-{index}",
-                prompt=ids,
+                prompt=prompt,
                 sampling=sampling,
                 gateway=context.gateway_id,
                 queue_class=call.priority_class,
@@ -288,13 +292,13 @@ class Run:
         """Collect what is new in all open choices; as SSE events when streaming."""
         self._wake.clear()
         events = []
+        ended = False
         for choice in self._open:
             generation = choice.generation
             before = generation.delivered
             piece = choice.take()
             gained = generation.delivered - before
-            if gained:
-                self._context.metrics.count(names.GENERATION_TOKENS, gained)
+            self._context.metrics.delivered_tokens += gained
             if piece is not None:
                 if shape is None:
                     choice.pieces.append(piece)
@@ -304,7 +308,9 @@ class Run:
                 self._context.dispatcher.end(generation, choice.finish)
             elif generation.error is not None:
                 raise generation.error
-        self._open = [choice for choice in self._open if choice.finish is None]
+            ended = ended or choice.finish is not None
+        if ended:
+            self._open = [choice for choice in self._open if choice.finish is None]
         return "".join(events)
 
     def _fail(self, error: ApiError) -> None:

@@ -9,9 +9,9 @@ from pageferry.gateway.requests import Generation
 from pageferry.kvtransfer.wire import TokenLogprob
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Piece:
-    """What a choice has gained since the last look."""
+    """What a choice has gained since the last look. Never changed once made."""
 
     index: int
     text: str
@@ -24,7 +24,7 @@ class Piece:
     first: bool
 
 
-@dataclass
+@dataclass(slots=True)
 class Choice:
     index: int
     prompt_index: int

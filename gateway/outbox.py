@@ -6,7 +6,7 @@ never touch Redis: they leave a `Job` here and are told when it is done. Jobs th
 round trip travel together in the next one.
 
 1. `put` appends the job (any coroutine of the loop, never blocks).
-2. The task takes up to `MAX_BATCH` jobs and runs them as one pipeline.
+2. The task takes up to `MAX_BATCH` jobs or `MAX_BATCH_BYTES` and runs them as one pipeline.
 3. `done` of each job is called with its replies, or with the error. A job with `keep` is repeated
    until Redis takes it: cancels and clean-up must not get lost in an outage.
 """
@@ -25,6 +25,8 @@ from pageferry.kvtransfer.bus import TRANSIENT, Client
 log = logging.getLogger(__name__)
 
 MAX_BATCH = 256
+MAX_BATCH_BYTES = 2**20
+"""A round trip takes more only if its first job alone has more: it is put together on the loop."""
 MAX_JOBS = 100_000
 MAX_PAUSE_S = 1.0
 MAX_REFUSALS = 100
@@ -47,6 +49,11 @@ class Job:
     wanted: bool = True
     """Set to False to leave out a job that was not sent yet."""
     refusals: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of the commands' long parts."""
+        return sum(len(part) for c in self.commands for part in c if isinstance(part, bytes))
 
 
 class RedisHealth:
@@ -95,8 +102,7 @@ class Outbox:
         failures = 0
         while True:
             await self._wake.wait()
-            batch = [self._jobs.popleft() for _ in range(min(len(self._jobs), MAX_BATCH))]
-            batch = [job for job in batch if job.wanted]
+            batch = self._next_batch()
             try:
                 refused = await self._execute(batch) if batch else []
                 failures = failures + 1 if refused else 0
@@ -113,6 +119,18 @@ class Outbox:
                 self._idle.set()
             if failures:
                 await asyncio.sleep(min(MAX_PAUSE_S, 0.02 * 2 ** min(failures, 8)))
+
+    def _next_batch(self) -> list[Job]:
+        batch: list[Job] = []
+        num_bytes = 0
+        while self._jobs and len(batch) < MAX_BATCH:
+            if batch and num_bytes + self._jobs[0].size > MAX_BATCH_BYTES:
+                break
+            job = self._jobs.popleft()
+            if job.wanted:
+                num_bytes += job.size
+                batch.append(job)
+        return batch
 
     async def _execute(self, batch: list[Job]) -> list[Job]:
         """Run the jobs in one round trip; returns those to repeat."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+from array import array
 from dataclasses import dataclass, field
 
 from pageferry.gateway.errors import ApiError
@@ -45,10 +46,11 @@ class Entry:
     """The worker that reads this queue alone; empty for the shared prefill queues."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Generation:
     id: str
-    prompt: tuple[int, ...]
+    prompt: array[int]
+    """32-bit token ids: a quarter of a list's memory, and packed at the speed of memory."""
     sampling: SamplingParams
     gateway: str
     queue_class: str
@@ -120,7 +122,7 @@ class Generation:
             request_id=self.id,
             epoch=self.epoch,
             gateway=self.gateway,
-            token_ids=self.prompt + tuple(self.tokens),
+            token_ids=self.prompt + array("i", self.tokens),
             prompt_len=len(self.prompt),
             sampling=self.sampling,
             queue_class=self.queue_class,

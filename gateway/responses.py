@@ -23,6 +23,8 @@ LOWEST_LOGPROB = -9999.0
 """JSON has no infinity."""
 
 dumps = json.JSONEncoder(separators=(",", ":")).encode
+quote = json.encoder.encode_basestring_ascii
+"""A string as JSON: what `dumps` does with it, without looking what it is."""
 
 
 class TokenTexts(Protocol):
@@ -59,6 +61,8 @@ class Shape:
 
     def chunk(self, piece: Piece) -> str:
         """The SSE event, or events, of one piece."""
+        if len(piece.text) <= MAX_EVENT_CHARS:
+            return self._head + self._choice(piece) + self._tail
         parts: list[Piece] = []
         text = piece.text
         while len(text) > MAX_EVENT_CHARS:
@@ -102,7 +106,7 @@ class CompletionShape(Shape):
         finish = f'"{piece.finish}"' if piece.finish else "null"
         logprobs = "null" if self._logprobs < 0 else dumps(self._logprob_lists(piece))
         return (
-            f'{{"index":{piece.index},"text":{dumps(piece.text)},'
+            f'{{"index":{piece.index},"text":{quote(piece.text)},'
             f'"logprobs":{logprobs},"finish_reason":{finish}}}'
         )
 
@@ -156,7 +160,7 @@ class ChatShape(Shape):
         if self._logprobs >= 0:
             logprobs = dumps({"content": self._logprob_items(piece), "refusal": None})
         return (
-            f'{{"index":{piece.index},"delta":{{{role}"content":{dumps(piece.text)}}},'
+            f'{{"index":{piece.index},"delta":{{{role}"content":{quote(piece.text)}}},'
             f'"logprobs":{logprobs},"finish_reason":{finish}}}'
         )
 

@@ -9,7 +9,7 @@ template closes an assistant turn. What tokenizer_config.json calls EOS counts o
 nothing: in converted models it is known to be wrong (a SmolLM2 copy names the token that *opens* a
 turn).
 
-All methods are thread-safe; encoding releases the GIL, so it belongs into a thread pool.
+All methods are thread-safe; encoding belongs into a thread pool (see `encoding`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
 from pageferry.gateway.chat import ChatTemplate, find_template, no_template
+from pageferry.gateway.encoding import Encoder, fewest_tokens
 from pageferry.gateway.errors import ApiError, bad_request
 from pageferry.gateway.markers import MarkerGuard
 from pageferry.kvtransfer.model_files import ModelNotFound
@@ -173,11 +175,13 @@ class Tokenizer:
             _read_json(directory / "special_tokens_map.json"), tokenizer_config
         )
         vocabulary = backend.get_vocab(with_added_tokens=True)
+        spec = json.loads(backend.to_str())
         self._backend = backend
-        self._pieces = _Pieces(json.loads(backend.to_str())["decoder"])
+        self._encoder = Encoder()
+        self._pieces = _Pieces(spec["decoder"])
         self._bytes: dict[int, bytes] = {}
         self._guard = MarkerGuard(backend)
-        self._longest_piece = max(map(len, vocabulary))
+        self._fewest_tokens = fewest_tokens(spec)
         self.vocab_size = max(vocabulary.values()) + 1
         """Ids from 0 up to here; no more than the model has embeddings for."""
         if isinstance(rows := config.get("vocab_size"), int):
@@ -200,6 +204,11 @@ class Tokenizer:
         """The tokenizer in a model directory; `ModelNotFound` says what is missing or broken."""
         return cls(_load_backend(path), path)
 
+    def warm_up(self) -> None:
+        """Do now what would stop other threads for long when the first prompt needs it."""
+        if self._template is not None:
+            self._guard.warm_up()
+
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
@@ -210,8 +219,7 @@ class Tokenizer:
         Raises `ApiError` 400 without encoding if the text cannot fit into the context.
         """
         self._refuse_hopeless(text, param)
-        ids: list[int] = self._backend.encode(text).ids
-        return ids
+        return self._ids(self._encoder.encode(self._backend, text, special=True), param)
 
     def encode_chat(
         self,
@@ -229,10 +237,10 @@ class Tokenizer:
             template_kwargs=protected[-1],
         )
         self._refuse_hopeless(rendered, "messages")
+        backend = self._backend
         if mark:
-            return self._guard.encode(rendered, mark)
-        ids: list[int] = self._backend.encode(rendered, add_special_tokens=False).ids
-        return ids
+            backend, rendered = self._guard.unmark(rendered, mark)
+        return self._ids(self._encoder.encode(backend, rendered, special=False), "messages")
 
     def check_ids(self, token_ids: Sequence[int], param: str = "prompt") -> None:
         """`ApiError` 400 if a token id is none of this model's."""
@@ -259,9 +267,16 @@ class Tokenizer:
 
     def _refuse_hopeless(self, text: str, param: str) -> None:
         """Megabytes of text take seconds to encode; most need not be looked at to be refused."""
-        at_least = len(text) // self._longest_piece
+        at_least = self._fewest_tokens(text)
         if at_least > self.context_len:
             raise too_long(self.context_len, at_least, param, at_least=True)
+
+    def _ids(self, encoding: Encoding, param: str) -> list[int]:
+        """The ids, made into Python integers only if they fit into the context."""
+        if len(encoding) > self.context_len:
+            raise too_long(self.context_len, len(encoding), param)
+        ids: list[int] = encoding.ids
+        return ids
 
     def _end_of_turn(self) -> list[int]:
         """The special token that the template puts right behind an assistant's answer, if any."""

@@ -39,15 +39,18 @@ class TokenReader:
         self,
         client: Client,
         stream: str,
-        on_event: Callable[[Event], None],
+        on_event: Callable[[Event, float], None],
         losses: Callable[[], int],
         health: RedisHealth,
     ) -> None:
-        """`losses` counts the times when Redis may have lost data; its ids start anew then."""
+        """`on_event` gets each event and the loop time at which it was read.
+
+        `losses` counts the times when Redis may have lost data; its ids start anew then."""
         self._client = client
         self._stream = stream
         self._on_event = on_event
         self._losses = losses
+        self._loop = asyncio.get_running_loop()
         self._health = health
         self._last = START
         self._seen_losses = 0
@@ -91,5 +94,6 @@ class TokenReader:
             self.malformed += 1
             log.warning("token entry %s ignored: %s", entry_id.decode(), error)
             return
+        now = self._loop.time()
         for event in events:
-            self._on_event(event)
+            self._on_event(event, now)

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+from array import array
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -383,6 +384,9 @@ class Cluster:
         for client in self.clients:
             await client.close()
         for gateway in self.gateways:
+            dispatcher = gateway.dispatcher
+            waiting = sum(g.waiting for g in dispatcher.generations.values())
+            assert dispatcher.num_waiting == waiting, "the count of waiting sequences is off"
             await gateway.stop()
         for worker in self.workers:
             await worker.close()
@@ -418,7 +422,7 @@ def make_generation() -> Callable[..., Generation]:
     def make(**fields: Any) -> Generation:
         values: dict[str, Any] = {
             "id": "r",
-            "prompt": (1, 2, 3),
+            "prompt": array("i", (1, 2, 3)),
             "sampling": SamplingParams(max_tokens=10),
             "gateway": "g",
             "queue_class": "interactive",

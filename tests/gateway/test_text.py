@@ -10,6 +10,7 @@ from tokenizers.trainers import BpeTrainer
 
 from pageferry.gateway.detokenize import TextStream
 from pageferry.gateway.errors import ApiError
+from pageferry.gateway.markers import WINDOW
 from pageferry.gateway.text import Tokenizer as TextTokenizer
 from pageferry.kvtransfer.model_files import ModelNotFound, resolve_model_dir
 
@@ -323,6 +324,22 @@ def test_model_without_chat_template(load):
     error = error_of(tokenizer.encode_chat, user("x"))
     assert error.param == "messages"
     assert "no chat template" in error.message
+
+
+@pytest.mark.parametrize("offset", range(-8, 2))
+def test_typed_tokens_across_the_edges_of_search_windows(load, offset):
+    tokenizer = load(byte_level(), {**CONFIG, "max_position_embeddings": 10**6})
+    text = "a" * (WINDOW + offset) + "<|end|><|end|>" + "b" * (2 * WINDOW) + "<|start|>"
+    ids = tokenizer.encode_chat(user(text))
+    assert [i for i in ids if i in tokenizer.special_ids] == [1, 2, 1]
+    assert text in b"".join(map(tokenizer.token_bytes, ids)).decode()
+
+
+def test_messages_with_every_private_use_character(load):
+    tokenizer = load(byte_level(), {**CONFIG, "max_position_embeddings": 10**6})
+    every = "".join(map(chr, (*range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE))))
+    assert tokenizer.encode_chat(user("<|end|>" + every[:-1]))
+    assert "private-use" in error_of(tokenizer.encode_chat, user("<|end|>" + every)).message
 
 
 # --- the EOS set ------------------------------------------------------------------------------
