@@ -81,7 +81,7 @@ struct Attend {
 };
 
 constexpr int64_t SCRATCH = 4 << 20;
-constexpr int64_t ATTEND_ROWS = 256;  // most query rows (tokens * group) of one Attend
+constexpr int64_t ATTEND_ROWS = 768;  // most query rows (tokens * group) of one Attend
 constexpr int64_t MAX_HEAD_DIM = 512;
 
 struct Backend {
