@@ -5,10 +5,9 @@ Other threads talk to it through `inbox` only; it talks back through `emit` (eve
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import queue
-import time
+from array import array
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -17,8 +16,8 @@ import torch
 
 from pageferry.decode_worker.scheduler import Limits, Scheduler, StepPlan, Work
 from pageferry.decode_worker.sequence import Sequence
-from pageferry.kernels.runner import BadChunk, Chunk, ModelRunner, Sampled, SampleSpec
-from pageferry.kvtransfer.engine_thread import IDLE_WAIT_S, StepWatch
+from pageferry.kernels.runner import BadChunk, Chunk, ModelRunner, Sampled
+from pageferry.kvtransfer.engine_thread import IDLE_WAIT_S, StepClock, StepWatch
 from pageferry.kvtransfer.handoff import Intake
 from pageferry.kvtransfer.outcome import token_event
 from pageferry.kvtransfer.pool import PagePool
@@ -70,8 +69,7 @@ class Engine:
         self.num_generated_tokens = 0
         self.num_prefilled_tokens = 0
         self.num_cached_tokens = 0
-        self.step_seconds = 0.0
-        self.num_steps = 0
+        self.clock = StepClock()
         self._worker_id = worker_id
         self._runner = runner
         self._emit = emit
@@ -97,16 +95,22 @@ class Engine:
 
     def run(self) -> None:
         while not self._stopping:
-            self._take_in()
-            plan = self.scheduler.schedule()
-            self._requeue(plan.preempted, "preempted")
-            if plan.work:
-                self._step(plan)
-            elif not self._stopping and self.inbox.empty():
+            if not self.step() and not self._stopping and self.inbox.empty():
                 self._idle()
 
-    def _step(self, plan: StepPlan) -> None:
-        begun = time.monotonic()
+    def step(self) -> bool:
+        """One round of the loop; False when there was nothing to compute."""
+        self._take_in()
+        plan = self.scheduler.schedule()
+        self._requeue(plan.preempted, "preempted")
+        if plan.work:
+            self._execute(plan)
+        else:
+            self.clock.pause()
+        return bool(plan.work)
+
+    def _execute(self, plan: StepPlan) -> None:
+        self.clock.begin()
         try:
             sampled = self._runner.execute([_chunk(work) for work in plan.work])
         except BadChunk as error:
@@ -118,48 +122,48 @@ class Engine:
         except RuntimeError:  # torch's other errors, out of memory included
             self._failed(plan)
             return
+        self.clock.end()
         self._watch.succeeded()
-        self.num_steps += 1
-        self.step_seconds += time.monotonic() - begun
         self._report(plan.work, sampled)
 
     def _report(self, work: Seq[Work], sampled: Seq[Sampled | None]) -> None:
-        """Append the new tokens, end the sequences that are done, tell the gateways."""
-        events = []
+        """Append the new tokens and tell the gateways; then end the sequences that are done."""
+        events, ended = [], []
         for item, token in zip(work, sampled, strict=True):
-            sequence = item.sequence
+            sequence, request = item.sequence, item.sequence.request
+            index = sequence.num_output_tokens
             self.scheduler.advance(item)
-            if sequence.num_output_tokens == 0:
+            if index == 0:
                 self.num_prefilled_tokens += item.num_tokens
-            if not item.samples:
+            if token is None:
                 continue
-            assert token is not None
             num_cached_tokens = 0
-            if sequence.num_output_tokens == sequence.request.num_output_tokens:
+            if index == request.num_output_tokens:
                 num_cached_tokens = sequence.num_cached_tokens
                 self.num_cached_tokens += num_cached_tokens
+            max_model_len = self.scheduler.limits.max_model_len
             event = token_event(
-                sequence.request,
-                token,
-                sequence.num_output_tokens,
-                self.scheduler.limits.max_model_len,
-                self._worker_id,
+                request, token, index, max_model_len, self._worker_id, num_cached_tokens
             )
-            event = dataclasses.replace(event, num_cached_tokens=num_cached_tokens)
-            events.append((sequence.request.gateway, event))
-            if event.kind is Kind.TOKENS:
-                self.num_generated_tokens += 1
+            events.append((request.gateway, event))
             if event.kind is Kind.ERROR:
-                self._drop_poisoned(sequence)
-            elif event.finish:
-                self.scheduler.remove(sequence)
+                sequence.num_computed_tokens = 0  # its pages must not become cache
+                ended.append(sequence)
+                continue
+            self.num_generated_tokens += 1
+            if event.finish:
+                ended.append(sequence)
             else:
                 sequence.token_ids.append(token.token_id)
-        self._emit(events)
+        if events:
+            self._emit(events)
+        for sequence in ended:
+            self.scheduler.remove(sequence)
 
     def _failed(self, plan: StepPlan) -> None:
         """Nothing of the step counts. Its requests go back; a broken device ends the worker."""
         log.exception("step with %d sequences failed", len(plan.work))
+        self.clock.pause()
         self._watch.failed()
         victims = [work.sequence for work in plan.work]
         for sequence in victims:
@@ -168,6 +172,7 @@ class Engine:
 
     def _drop_bad(self, sequence: Sequence, error: BadChunk) -> None:
         log.error("%s cannot be computed: %s", sequence.request_id, error)
+        self.clock.pause()
         self._drop_poisoned(sequence)
         self._requeue([sequence], "step_failed")
 
@@ -194,7 +199,7 @@ class Engine:
                 self._sealed(message)
             case LocalRequest(request):
                 if self._is_news(request):
-                    self.scheduler.add_local(Sequence(request, list(request.token_ids)))
+                    self.scheduler.add_local(Sequence.of(request))
             case Cancel(request_id, epoch):
                 self._cancelled.add(message)
                 sequence = self.scheduler.find(request_id)
@@ -216,8 +221,8 @@ class Engine:
         request = intake.request
         sequence = Sequence(
             request,
-            [*request.token_ids, *intake.first_token.token_ids],
-            page_ids=list(intake.page_ids),
+            array("i", (*request.token_ids, *intake.first_token.token_ids)),
+            page_ids=array("i", intake.page_ids),
             num_computed_tokens=len(request.token_ids),
         )
         if self._is_news(request):
@@ -241,26 +246,22 @@ class Engine:
         return [*self.scheduler.running, *self.scheduler.waiting]
 
     def _requeue(self, sequences: Iterable[Sequence], code: str) -> None:
-        self._emit(
-            [
-                (
-                    s.request.gateway,
-                    Event(s.request_id, s.request.epoch, Kind.REQUEUE, self._worker_id, code=code),
-                )
-                for s in sequences
-            ]
-        )
+        events = [
+            (
+                s.request.gateway,
+                Event(s.request_id, s.request.epoch, Kind.REQUEUE, self._worker_id, code=code),
+            )
+            for s in sequences
+        ]
+        if events:
+            self._emit(events)
 
 
 def _chunk(work: Work) -> Chunk:
     sequence, start = work.sequence, work.start
-    spec = None
-    if work.samples:
-        request = sequence.request
-        spec = SampleSpec(request.sampling, sequence.token_ids, request.prompt_len)
     return Chunk(
         token_ids=sequence.token_ids[start : start + work.num_tokens],
         start=start,
         block_table=sequence.page_ids,
-        sample=spec,
+        sample=sequence.sample_spec if work.samples else None,
     )

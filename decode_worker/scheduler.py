@@ -7,17 +7,27 @@ A step is one token for every decoding sequence, plus chunks of local prefills w
   preempted; a waiting one holds nothing. So no two requests can block each other half-admitted.
 - The oldest running sequence is never preempted, so every step brings some request nearer to its
   end.
+- Running sequences go first. Prompts share what is left of the budget (`kvtransfer.fair_share`); a
+  waiting one is admitted when it would get a share, so a short one may pass a long one, but none
+  passes one that lacks pages.
 - A step either emits or computes something, or there is nothing to run.
 """
 
 from __future__ import annotations
 
 import collections
+import itertools
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pageferry.decode_worker.sequence import Sequence
+from pageferry.kvtransfer.fair_share import share_budget
 from pageferry.kvtransfer.keys import CLASSES
 from pageferry.kvtransfer.pool import OutOfPages, PagePool
+
+LOOK_AHEAD = 32
+"""How many waiting prompts are looked at for one that gets a share of the next step."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +38,7 @@ class Limits:
     watermark_pages: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Work:
     """One sequence's share of a step: compute tokens [start, start + num_tokens)."""
 
@@ -93,8 +103,8 @@ class Scheduler:
         """Choose the work of the next step, growing block tables and preempting where needed."""
         plan = StepPlan()
         budget = self._schedule_decodes(plan, self.limits.max_num_batched_tokens)
-        budget = self._schedule_prefills(plan, budget)
-        self._admit_waiting(plan, budget)
+        if budget and len(plan.work) < self.limits.max_num_seqs:
+            self._schedule_prefills(plan, budget)
         return plan
 
     def advance(self, work: Work) -> None:
@@ -102,34 +112,39 @@ class Scheduler:
         work.sequence.num_computed_tokens += work.num_tokens
 
     def _schedule_decodes(self, plan: StepPlan, budget: int) -> int:
+        most = min(budget, self.limits.max_num_seqs)
         for sequence in [s for s in self.running if s.is_decoding]:
-            if len(plan.work) == self.limits.max_num_seqs or not budget:
+            if len(plan.work) == most:
                 break
-            if sequence in self.running and self._grow(sequence, plan):
-                plan.work.append(_next_work(sequence, 1))
-                budget -= 1
-        # A sequence chosen above may have been preempted for a later, older-ranked one.
-        plan.work[:] = [w for w in plan.work if w.sequence in self.running]
-        return budget
+            # One without pages was preempted for a sequence before it.
+            if sequence.page_ids and self._grow(sequence, plan):
+                plan.work.append(Work(sequence, sequence.num_computed_tokens, 1))
+        if plan.preempted:
+            # So may have been one that was already chosen.
+            plan.work[:] = [w for w in plan.work if w.sequence.page_ids]
+        return budget - len(plan.work)
 
-    def _schedule_prefills(self, plan: StepPlan, budget: int) -> int:
-        for sequence in self.running:
-            if not budget or len(plan.work) == self.limits.max_num_seqs:
+    def _schedule_prefills(self, plan: StepPlan, budget: int) -> None:
+        prompts = [s for s in self.running if not s.is_decoding]
+        if self.waiting:
+            self._admit_waiting(prompts, budget)
+        for sequence, num_tokens in _shares(prompts, budget):
+            if num_tokens and len(plan.work) < self.limits.max_num_seqs:
+                plan.work.append(Work(sequence, sequence.num_computed_tokens, num_tokens))
+
+    def _admit_waiting(self, prompts: list[Sequence], budget: int) -> None:
+        """Move waiting prompts that get a share of `budget` to `running` and to `prompts`."""
+        for sequence in list(itertools.islice(self.waiting, LOOK_AHEAD)):
+            if len(self.running) >= self.limits.max_num_seqs:
                 break
-            if not sequence.is_decoding:
-                plan.work.append(_next_work(sequence, budget))
-                budget -= plan.work[-1].num_tokens
-        return budget
-
-    def _admit_waiting(self, plan: StepPlan, budget: int) -> None:
-        while self.waiting and budget and len(self.running) < self.limits.max_num_seqs:
-            sequence = self.waiting[0]
+            shares = dict(_shares([*prompts, sequence], budget))
+            if not shares[sequence]:
+                continue
             if not self._allocate_prompt(sequence):
                 break
-            self.waiting.popleft()
+            self.waiting.remove(sequence)
             self.running.append(sequence)
-            plan.work.append(_next_work(sequence, budget))
-            budget -= plan.work[-1].num_tokens
+            prompts.append(sequence)
 
     # -- pages
 
@@ -147,7 +162,7 @@ class Scheduler:
         except OutOfPages:  # a handoff reserved them since we looked
             self.pool.release(cached)
             return False
-        sequence.page_ids = cached + fresh
+        sequence.page_ids = array("i", cached + fresh)
         sequence.num_computed_tokens = sequence.num_cached_tokens = len(cached) * page_size
         return True
 
@@ -159,7 +174,7 @@ class Scheduler:
         """
         while len(sequence.page_ids) * self.pool.page_size <= sequence.num_computed_tokens:
             try:
-                sequence.page_ids += self.pool.allocate(1)
+                sequence.page_ids.extend(self.pool.allocate(1))
             except OutOfPages:
                 victim = self._victim()
                 if victim is None:
@@ -182,7 +197,7 @@ class Scheduler:
         return max(candidates, key=lambda s: (rank[s.request.queue_class], s.arrival))
 
     def _give_back(self, sequence: Sequence) -> None:
-        pages, sequence.page_ids = sequence.page_ids, []
+        pages, sequence.page_ids = sequence.page_ids, array("i")
         if not pages:
             return
         full = sequence.num_computed_tokens // self.pool.page_size
@@ -198,6 +213,8 @@ class Scheduler:
         sequence.arrival = self._arrivals
 
 
-def _next_work(sequence: Sequence, budget: int) -> Work:
-    num_tokens = min(budget, sequence.num_uncomputed_tokens)
-    return Work(sequence, sequence.num_computed_tokens, num_tokens)
+def _shares(prompts: Iterable[Sequence], budget: int) -> list[tuple[Sequence, int]]:
+    """The prompts by age, each with the tokens of it that the next step computes."""
+    by_age = sorted(prompts, key=lambda s: s.arrival)
+    grants = share_budget([s.num_uncomputed_tokens for s in by_age], budget)
+    return list(zip(by_age, grants, strict=True))

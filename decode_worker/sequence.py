@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
+from pageferry.kernels.sample_spec import SampleSpec
 from pageferry.kvtransfer.wire import Request
 
 
-@dataclass
+def _no_ids() -> array[int]:
+    return array("i")
+
+
+@dataclass(eq=False)
 class Sequence:
     """A request with its pages.
 
     Life: (sealed handoff | local request) -> waiting -> running -> finished, preempted or dropped.
     A sealed sequence arrives with all prompt pages filled and its first token sampled.
+
+    Ids are int32 buffers that grow in place: a step hands them to numpy without walking them.
     """
 
     request: Request
-    token_ids: list[int]
-    """Prompt and output so far; only `advance` of the scheduler appends."""
-    page_ids: list[int] = field(default_factory=list)
+    token_ids: array[int]
+    """Prompt and output so far; only the engine appends."""
+    page_ids: array[int] = field(default_factory=_no_ids)
     """Pages in order, one reference each. Block tables are append-only."""
     num_computed_tokens: int = 0
     """Tokens whose K and V are in the pages."""
@@ -28,6 +36,17 @@ class Sequence:
     """Prefix hashes to look for when admitted; set once, while it waits nothing changes them."""
     arrival: int = 0
     """Order of arrival on this worker, set by the scheduler."""
+    sample_spec: SampleSpec = field(init=False)
+    """How to choose its tokens; lives as long as the sequence and counts its tokens."""
+
+    def __post_init__(self) -> None:
+        request = self.request
+        self.sample_spec = SampleSpec(request.sampling, self.token_ids, request.prompt_len)
+
+    @classmethod
+    def of(cls, request: Request) -> Sequence:
+        """Nothing computed yet."""
+        return cls(request, array("i", request.token_ids))
 
     @property
     def request_id(self) -> str:

@@ -159,8 +159,8 @@ class DecodeWorker:
             names.WORKER_PROMPT_TOKENS: engine.num_prefilled_tokens,
             names.WORKER_CACHED_TOKENS: engine.num_cached_tokens,
             names.NUM_PREEMPTIONS: engine.scheduler.num_preemptions,
-            names.STEPS: engine.num_steps,
-            names.STEP_SECONDS: engine.step_seconds,
+            **engine.clock.stats(),
+            names.STEP_KERNEL_SECONDS: self._parts.runner.kernel_seconds,
         }
         return dataclasses.replace(
             self._parts.record(self._state),

@@ -27,6 +27,7 @@ from torch import Tensor
 from pageferry.kernels import native, native_model, ops
 from pageferry.kernels.batch import AttentionBatch
 from pageferry.kernels.config import ModelConfig
+from pageferry.kernels.head_norms import HeadNorms
 from pageferry.kernels.native_model import NativeDecoder
 from pageferry.kernels.rope import cos_sin_table
 from pageferry.kernels.weights import BadCheckpoint, Checkpoint, open_checkpoint
@@ -57,6 +58,11 @@ class Layer:
     gate_up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
+
+    def head_norms(self, eps: float) -> HeadNorms | None:
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return HeadNorms(self.q_norm, self.k_norm, eps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,8 +122,15 @@ class Decoder:
         residual = x
         x = ops.rms_norm(x, self.layers[0].input_norm, eps)
         for i, layer in enumerate(self.layers):
-            q, k, v = self._project(layer, x, batch.positions)
-            ops.store_kv(k, v, kv[i], batch.slot_mapping)
+            qkv = ops.linear(x, layer.qkv, layer.qkv_bias)
+            q = ops.rope_store(
+                qkv.view(x.shape[0], -1, self.config.head_dim),
+                layer.head_norms(eps),
+                self.rope_table,
+                batch.positions,
+                kv[i],
+                batch.slot_mapping,
+            )
             if on_layer is not None:
                 on_layer(i)
             x = ops.paged_attention(
@@ -138,16 +151,6 @@ class Decoder:
         if self.config.logits_divisor != 1.0:
             logits /= self.config.logits_divisor
         return logits
-
-    def _project(self, layer: Layer, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        c = self.config
-        qkv = ops.linear(x, layer.qkv, layer.qkv_bias).view(x.shape[0], -1, c.head_dim)
-        q, k, v = torch.split(qkv, [c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = ops.rms_norm(q, layer.q_norm, c.rms_eps)
-            k = ops.rms_norm(k, layer.k_norm, c.rms_eps)
-        q, k = ops.rope(q, k, self.rope_table, positions)
-        return q, k, v
 
     def _branch(self, x: Tensor) -> Tensor:
         multiplier = self.config.residual_multiplier

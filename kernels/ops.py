@@ -1,6 +1,7 @@
 """The one place where a backend is chosen: by the device that the tensors are on.
 
 CUDA tensors go to the Triton kernels where triton is installed, all others to the torch reference.
+(A model on CPU mostly does not come here: `native_model.py` runs its whole pass in one call.)
 Every backend offers these functions with these signatures; `kernels/reference.py` says what they
 compute. Inputs may be strided in their leading axes (slices of a fused projection); the last axis
 is contiguous.
@@ -15,11 +16,12 @@ from torch import Tensor
 
 from pageferry.kernels import reference
 from pageferry.kernels.batch import AttentionBatch
+from pageferry.kernels.head_norms import HeadNorms
 
 HAS_TRITON = torch.cuda.is_available() and find_spec("triton") is not None
 
 if HAS_TRITON:
-    from pageferry.kernels import triton_attention, triton_ops
+    from pageferry.kernels import triton_attention, triton_fused, triton_ops
 
 
 def _on_triton(x: Tensor) -> bool:
@@ -69,6 +71,21 @@ def rope(q: Tensor, k: Tensor, cos_sin_table: Tensor, positions: Tensor) -> tupl
     if _on_triton(q):
         return triton_ops.rope(q, k, cos_sin_table, positions)
     return reference.rope(q, k, cos_sin_table, positions)
+
+
+def rope_store(
+    qkv: Tensor,
+    norms: HeadNorms | None,
+    cos_sin_table: Tensor,
+    positions: Tensor,
+    kv_layer: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """Norm and rotate q and k of qkv [T, Hq + 2 Hkv, D], store k and v in their slots of
+    `kv_layer` (slot -1 is skipped); the queries [T, Hq, D]."""
+    if _on_triton(qkv):
+        return triton_fused.rope_store(qkv, norms, cos_sin_table, positions, kv_layer, slot_mapping)
+    return reference.rope_store(qkv, norms, cos_sin_table, positions, kv_layer, slot_mapping)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pageferry.kernels.batch import AttentionBatch
+from pageferry.kernels.head_norms import HeadNorms
 
 GROUP_WASTE_SLOTS = 1024
 """A decode group may hold at most this many padding slots: about what one more group costs."""
@@ -273,3 +274,20 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """gate_up [T, 2 I], gate first; returns silu(gate) * up, [T, I]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def rope_store(
+    qkv: Tensor,
+    norms: HeadNorms | None,
+    cos_sin_table: Tensor,
+    positions: Tensor,
+    kv_layer: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    heads = kv_layer.shape[2]
+    q, k, v = torch.split(qkv, [qkv.shape[1] - 2 * heads, heads, heads], dim=1)
+    if norms is not None:
+        q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
+    q, k = rope(q, k, cos_sin_table, positions)
+    store_kv(k, v, kv_layer, slot_mapping)
+    return q

@@ -10,85 +10,65 @@ and a sequence that was preempted or moved goes on as it would have. `position` 
 sampled token in its sequence.
 
 g is bounded (`GUMBEL_SPAN`), so tokens further than that below the best one cannot win: the draw
-looks at the few candidates above that line, exactly.
+looks at the candidates above that line only, exactly.
+
+On a CPU `kernels/native/sampling.cpp` does all this in one call per step: 15 µs a row of 49152
+logits where the best token is wanted, 65 µs for a draw, on one core at 2.1 GHz. The torch reference
+below takes 1 to 5 ms a row and serves where there is no library, and on other devices.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from pageferry.kernels import native
+from pageferry.kernels.ops import HAS_TRITON
+from pageferry.kernels.sample_spec import (
+    BAD_BIAS,
+    GUMBEL_SPAN,
+    NON_FINITE,
+    Sampled,
+    SampleSpec,
+    Sampling,
+    TokenCounts,
+)
+from pageferry.kernels.sampling_native import NativeSampler
+
+if HAS_TRITON:
+    from pageferry.kernels import triton_sampler
+
+__all__ = [
+    "BAD_BIAS",
+    "GUMBEL_SPAN",
+    "NON_FINITE",
+    "SampleSpec",
+    "Sampled",
+    "Sampling",
+    "TokenCounts",
+    "gumbel",
+    "sample",
+    "sample_reference",
+]
+
 MASK64 = (1 << 64) - 1
 UNIFORM_BITS = 32
-GUMBEL_SPAN = 27.0
-"""Largest minus smallest g: with 32-bit uniforms, 22.9 + 3.2, rounded up."""
-
-NON_FINITE = "non_finite_logits"
-BAD_BIAS = "logit_bias_out_of_range"
+LOWEST = -torch.finfo(torch.float32).max
 
 ARGMAX_BLOCK = 64
 
 
-class Sampling(Protocol):
-    """Sampling parameters; ranges as in the OpenAI API, checked by whoever accepts the request."""
-
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def top_p(self) -> float: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def min_p(self) -> float: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def presence_penalty(self) -> float: ...
-    @property
-    def frequency_penalty(self) -> float: ...
-    @property
-    def repetition_penalty(self) -> float: ...
-    @property
-    def logit_bias(self) -> Mapping[int, float]: ...
-    @property
-    def logprobs(self) -> int: ...
-    @property
-    def min_tokens(self) -> int: ...
-    @property
-    def stop_token_ids(self) -> Sequence[int]: ...
-
-
-@dataclass(frozen=True)
-class SampleSpec:
-    """How to choose the next token of one sequence."""
-
-    params: Sampling
-    token_ids: Sequence[int]
-    """The whole sequence so far, prompt and output."""
-    prompt_len: int
-
-    @property
-    def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.prompt_len
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """One chosen token, or why there is none."""
-
-    token_id: int
-    logprob: float | None = None
-    """Natural log, after penalties and bias, before temperature; None when not asked for."""
-    top: tuple[tuple[int, float], ...] = ()
-    """(token id, logprob), most likely first."""
-    error: str = ""
-    """Set: `token_id` is -1 and this row alone has failed."""
+@cache
+def native_sampler() -> NativeSampler | None:
+    """None: there is no C++ library, or it is not wanted."""
+    library = native.library()
+    if library is None or not hasattr(library, "pf_sample"):
+        return None
+    return NativeSampler(library)
 
 
 def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[Sampled]:
@@ -97,6 +77,14 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[Sampled]:
     Entries of -inf are tokens that cannot be chosen. A row with NaN or +inf, or without any
     finite entry, yields an error for that row alone.
     """
+    if HAS_TRITON and logits.is_cuda:
+        return triton_sampler.sample(logits, specs)
+    sampler = native_sampler() if logits.device.type == "cpu" else None
+    return sample_reference(logits, specs) if sampler is None else sampler.sample(logits, specs)
+
+
+def sample_reference(logits: Tensor, specs: Sequence[SampleSpec]) -> list[Sampled]:
+    """`sample` in plain torch, on any device: what every other backend is held to."""
     best, greedy = _row_max(logits)
     results: list[Sampled | None] = [None] * len(specs)
     maxima, choices = best.tolist(), greedy.tolist()
@@ -113,7 +101,7 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[Sampled]:
                 results[i] = Sampled(-1, error=error or NON_FINITE)
                 continue
         token = choices[i]
-        if params.temperature > 0 and params.top_k != 1:
+        if not spec.is_greedy:
             token = _draw(logits[i], maxima[i], spec)
         if params.logprobs >= 0:
             results[i] = _with_logprobs(logits[i], token, params.logprobs)
@@ -141,10 +129,7 @@ def _row_max(logits: Tensor) -> tuple[Tensor, Tensor]:
 def _adjusts(spec: SampleSpec) -> bool:
     p = spec.params
     return bool(
-        p.repetition_penalty != 1.0
-        or ((p.presence_penalty or p.frequency_penalty) and spec.num_output_tokens)
-        or p.logit_bias
-        or (p.stop_token_ids and spec.num_output_tokens < p.min_tokens)
+        p.repetition_penalty != 1.0 or spec.has_output_penalties or p.logit_bias or spec.masked_ids
     )
 
 
@@ -152,38 +137,35 @@ def _adjust(row: Tensor, spec: SampleSpec) -> str:
     """Penalties, bias and the minimum length, in place. Returns an error word or ""."""
     p = spec.params
     if p.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted(set(spec.token_ids)), device=row.device)
+        seen = torch.tensor(spec.counts.ids, device=row.device, dtype=torch.int64)
         score = row[seen]
         # Source: CTRL, arXiv:1909.05858, with the sign handling that all implementations share.
         row[seen] = torch.where(
             score > 0, score / p.repetition_penalty, score * p.repetition_penalty
         )
-    if (p.presence_penalty or p.frequency_penalty) and spec.num_output_tokens:
-        counts = Counter(spec.token_ids[spec.prompt_len :])
-        ids = torch.tensor(list(counts), device=row.device)
-        number = torch.tensor(list(counts.values()), dtype=torch.float32, device=row.device)
+    if spec.has_output_penalties:
+        ids = torch.tensor(spec.counts.ids, device=row.device, dtype=torch.int64)
+        number = torch.tensor(spec.counts.output_counts, device=row.device, dtype=torch.float32)
+        ids, number = ids[number > 0], number[number > 0]
         row[ids] -= p.presence_penalty + p.frequency_penalty * number
     if p.logit_bias:
         if not all(0 <= i < row.shape[0] for i in p.logit_bias):
             return BAD_BIAS
         ids = torch.tensor(list(p.logit_bias), device=row.device)
         row[ids] += torch.tensor(list(p.logit_bias.values()), device=row.device)
-    if spec.num_output_tokens < p.min_tokens:
-        stops = [i for i in p.stop_token_ids if 0 <= i < row.shape[0]]
+    if spec.masked_ids:
+        stops = [i for i in spec.masked_ids if 0 <= i < row.shape[0]]
         row[torch.tensor(stops, dtype=torch.long, device=row.device)] = float("-inf")
     return ""
 
 
 def _draw(row: Tensor, best: float, spec: SampleSpec) -> int:
     p = spec.params
-    span = GUMBEL_SPAN * p.temperature
-    if p.min_p > 0:
-        span = min(span, -math.log(p.min_p) * p.temperature)
-    ids = (row >= best - span).nonzero().flatten()
+    ids = (row >= max(best - spec.span, LOWEST)).nonzero().flatten()
     scores = (row[ids].double() - best) / p.temperature
     if 0 < p.top_k < ids.numel() or p.top_p < 1.0:
         ids, scores = _nucleus(ids, scores, p)
-    scores += gumbel(p.seed, len(spec.token_ids), ids)
+    scores += gumbel(p.seed, spec.position, ids)
     return int(ids[scores.argmax()].item())
 
 
@@ -243,7 +225,10 @@ def _with_logprobs(row: Tensor, token: int, count: int) -> Sampled:
     logprobs = row.log_softmax(-1)
     top: tuple[tuple[int, float], ...] = ()
     if count > 0:
-        values, ids = logprobs.topk(min(count, row.shape[0]))
-        pairs = zip(ids.tolist(), values.tolist(), strict=True)
+        # Among equals the lower id comes first; `topk` leaves that open.
+        least = logprobs.topk(min(count, row.shape[0])).values[-1]
+        ids = (logprobs >= least).nonzero().flatten()
+        values, order = logprobs[ids].sort(descending=True, stable=True)
+        pairs = zip(ids[order][:count].tolist(), values[:count].tolist(), strict=True)
         top = tuple((i, v) for i, v in pairs if v > -math.inf)
     return Sampled(token, float(logprobs[token].item()), top)

@@ -27,6 +27,7 @@ from pageferry.kernels.triton_launch import (
     AttentionShape,
     launch_config,
     next_power_of_2,
+    split_config,
     warps_for,
 )
 from pageferry.kernels.triton_ops import device_capability, on_device_of
@@ -122,7 +123,8 @@ def paged_attention(
     with on_device_of(q):
         if batch.max_query_len == 1:
             config = launch_config("decode", shape, capability)
-            return decode_attention(q, kv_layer, batch, scale_log2, window or 0, config)
+            splits = split_config(kv_layer.shape[2], shape.group, capability)
+            return decode_attention(q, kv_layer, batch, scale_log2, window or 0, config, splits)
         config = launch_config("prefill", shape, capability)
         return prefill_attention(q, kv_layer, batch, scale_log2, window or 0, config)
 

@@ -6,12 +6,11 @@ sequence there is no parallelism in queries, so several programs share a context
 a partial result and its softmax statistics, and a second kernel joins them. The query heads of
 one KV head are the rows of one tile, padded to the 16 that a tensor-core instruction takes.
 
-How a context is split depends on its own length alone (`split_of`), not on the batch: a row's
-result is bitwise the same whoever its neighbours are and however the batch is padded. A split has
-at least SPLIT_KEYS keys, which keeps the partial results (fp32, GROUP * head_dim) at or below
-GROUP / SPLIT_KEYS of the bytes of K and V read (16 bits). Longer contexts get longer splits, at
-most MAX_SPLITS of them: the workspace is at most MAX_SPLITS * 4 * (head_dim + 2) bytes per row
-and head.
+How a context is split depends on its own length, the model's heads and the card alone (`split_of`,
+`triton_launch.split_config`), not on the batch: a row's result is bitwise the same whoever its
+neighbours are and however the batch is padded. Adapting to the batch as well would save a large
+batch its partial results, at most 1/8 of the bytes of K and V read (1/64 for a group of 4).
+Longer contexts get longer splits, so the workspace is bounded by the number of splits.
 """
 
 from __future__ import annotations
@@ -22,11 +21,15 @@ import triton.language as tl
 from torch import Tensor
 
 from pageferry.kernels.batch import AttentionBatch
-from pageferry.kernels.triton_launch import AttentionConfig
-from pageferry.kernels.triton_tile import attend_tile, average, empty_state, pages_of
+from pageferry.kernels.triton_launch import AttentionConfig, SplitConfig
+from pageferry.kernels.triton_tile import (
+    attend_keys,
+    average,
+    empty_state,
+    query_tile,
+    store_rows,
+)
 
-SPLIT_KEYS = 256
-MAX_SPLITS = 64
 JOIN_AT_ONCE = 16
 """Partial results the joining kernel holds: fixed, so the order of additions never changes."""
 
@@ -90,41 +93,31 @@ def decode_kernel(
         return
 
     kv_head = tl.program_id(1)
-    rows = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
-    heads = kv_head * GROUP + rows
-    live = rows < GROUP
-    wanted = live[:, None] & (dims < HEAD_DIM)[None, :]
-    q_rows = row_start.to(tl.int64) * stride_q_token + heads * stride_q_head
-    q_tile = tl.load(q + q_rows[:, None] + dims[None, :], mask=wanted, other=0.0)
-
+    q_tile, tokens, heads, live = query_tile(
+        q, row_start, 0, 1, kv_head, stride_q_token, stride_q_head,
+        GROUP, HEAD_DIM, BLOCK_M, BLOCK_D,
+    )  # fmt: skip
     positions = tl.zeros([BLOCK_M], dtype=tl.int32) + (seq_len - 1)
     keys_from = 0
     if WINDOW > 0:
         keys_from = tl.maximum(seq_len - WINDOW, 0)
     run_from = first + split * share
     run_to = tl.minimum(run_from + share, seq_len)
-    kv_head_start = kv + kv_head.to(tl.int64) * stride_kv_head
-    table = tables + seq.to(tl.int64) * stride_table
-
-    state = empty_state(BLOCK_M, BLOCK_D)
-    pages = pages_of(table, run_from, keys_from, run_to, PAGE_SIZE, BLOCK_N)
-    for first_key in range(run_from, run_to, BLOCK_N):
-        following = pages_of(table, first_key + BLOCK_N, keys_from, run_to, PAGE_SIZE, BLOCK_N)
-        state = attend_tile(
-            state, q_tile, kv_head_start, pages, first_key, keys_from, run_to, positions,
-            scale_log2, stride_page, stride_half,
-            HEAD_DIM, PAGE_SIZE, WINDOW, True, PRECISION, BLOCK_N, BLOCK_D,
-        )  # fmt: skip
-        pages = following
+    state = attend_keys(
+        empty_state(BLOCK_M, BLOCK_D), q_tile, kv + kv_head.to(tl.int64) * stride_kv_head,
+        tables + seq.to(tl.int64) * stride_table,
+        run_from, run_to, keys_from, run_to, positions, scale_log2, stride_page, stride_half,
+        HEAD_DIM, PAGE_SIZE, WINDOW, True, PRECISION, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
     acc, peak, total = state
 
     num_heads = tl.num_programs(1) * GROUP
     if ALONE:
-        out_rows = (row_start.to(tl.int64) * num_heads + heads) * HEAD_DIM
-        places = out + out_rows[:, None] + dims[None, :]
-        tl.store(places, average(acc, total).to(out.dtype.element_ty), mask=wanted)
+        mean = average(acc, total)
+        store_rows(out, mean, row_start, tokens, heads, live, num_heads, HEAD_DIM, BLOCK_D)
     else:
+        dims = tl.arange(0, BLOCK_D)
+        wanted = live[:, None] & (dims < HEAD_DIM)[None, :]
         cells = (seq.to(tl.int64) * num_heads + heads) * tl.num_programs(2) + split
         tl.store(partial + cells[:, None] * HEAD_DIM + dims[None, :], acc, mask=wanted)
         tl.store(peaks + cells, peak, mask=live)
@@ -185,12 +178,12 @@ def join_kernel(
     tl.store(places, mean.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
-def num_splits_of(max_seq_len: int, window: int, block_n: int) -> int:
+def num_splits_of(max_seq_len: int, window: int, block_n: int, splits: SplitConfig) -> int:
     """Splits that the longest context of a batch may use: the grid's third axis."""
     span = max_seq_len
     if window:
         span = min(span, window + block_n - 1)  # the window's first tile may reach back
-    return max(1, min(MAX_SPLITS, -(-span // SPLIT_KEYS)))
+    return max(1, min(splits.most, -(-span // splits.keys)))
 
 
 def decode_attention(
@@ -200,19 +193,20 @@ def decode_attention(
     scale_log2: float,
     window: int,
     config: AttentionConfig,
+    splits: SplitConfig,
 ) -> Tensor:
     """`paged_attention` where no sequence has more than one new token; `window` 0 means none."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, page_size = kv_layer.shape[2], kv_layer.shape[3]
     num_seqs = batch.seq_lens.shape[0]
-    num_splits = num_splits_of(batch.max_seq_len, window, config.block_n)
+    num_splits = num_splits_of(batch.max_seq_len, window, config.block_n, splits)
     alone = num_splits == 1
     # Zeros, not `empty`: padding rows that belong to no sequence stay finite.
     out = torch.zeros((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     cells = (1,) if alone else (num_seqs, num_heads, num_splits)
     partial = torch.empty((*cells, head_dim), dtype=torch.float32, device=q.device)
     statistics = torch.empty((2, *cells), dtype=torch.float32, device=q.device)
-    splitting = {"WINDOW": window, "SPLIT_KEYS": SPLIT_KEYS, "MAX_SPLITS": MAX_SPLITS}
+    splitting = {"WINDOW": window, "SPLIT_KEYS": splits.keys, "MAX_SPLITS": splits.most}
     decode_kernel[(num_seqs, num_kv_heads, num_splits)](
         q, kv_layer, out, partial, statistics[0], statistics[1],
         batch.block_tables, batch.cu_seqlens_q, batch.seq_lens, scale_log2,

@@ -139,6 +139,46 @@ def _decode_tile(
     return 16, 64 if block_d <= 128 else 32, 4, 4 if capability[0] in (9, 10) else 3
 
 
+PROCESSORS = {
+    (8, 0): 108,
+    (8, 6): 84,
+    (8, 9): 128,
+    (9, 0): 132,
+    (10, 0): 148,
+    (12, 0): 170,
+}
+"""Streaming multiprocessors of the largest common card of a capability (its data sheet). A table,
+not a query: cards of one kind that differ in a few processors must split, and round, alike."""
+
+FEWEST_PROCESSORS = 84
+
+PROGRAMS_PER_PROCESSOR = 4
+"""Programs of one long context per processor: the last, partly filled wave is a quarter or less."""
+
+
+@dataclass(frozen=True)
+class SplitConfig:
+    """How decode attention shares one context among programs."""
+
+    keys: int
+    """A program takes at least so many keys."""
+    most: int
+    """Programs per KV head at most; longer contexts give each more keys."""
+
+
+@lru_cache(maxsize=256)
+def split_config(kv_heads: int, group: int, capability: tuple[int, int]) -> SplitConfig:
+    """The split for `kv_heads` KV heads (of this card's shard) with `group` query heads each.
+
+    Few heads need short splits to occupy the card. A split's partial result is group * head_dim
+    fp32 values for keys * 2 * head_dim values read: at 8 * group keys an eighth of the bytes.
+    """
+    keys = max(min(256, max(64, 32 * next_power_of_2(kv_heads))), next_power_of_2(8 * group))
+    processors = PROCESSORS.get(capability, FEWEST_PROCESSORS)
+    most = -(-PROGRAMS_PER_PROCESSOR * processors // kv_heads)
+    return SplitConfig(keys, min(256, max(8, most)))
+
+
 @dataclass(frozen=True)
 class RowsConfig:
     """Tile of a kernel that treats rows alone: `rows` rows of `columns` (a power of two)."""

@@ -23,7 +23,13 @@ from torch import Tensor
 
 from pageferry.kernels.batch import AttentionBatch
 from pageferry.kernels.triton_launch import AttentionConfig
-from pageferry.kernels.triton_tile import attend_tile, average, empty_state, pages_of
+from pageferry.kernels.triton_tile import (
+    attend_keys,
+    average,
+    empty_state,
+    query_tile,
+    store_rows,
+)
 
 
 @triton.jit
@@ -75,14 +81,10 @@ def prefill_kernel(
     start = seq_len - query_len  # position of the sequence's first new token
 
     kv_head = tl.program_id(1)
-    rows = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
-    tokens = first_token + rows // GROUP
-    heads = kv_head * GROUP + rows % GROUP
-    live = (rows < TOKENS * GROUP) & (tokens < query_len)
-    wanted = live[:, None] & (dims < HEAD_DIM)[None, :]
-    q_rows = (row_start + tokens).to(tl.int64) * stride_q_token + heads * stride_q_head
-    q_tile = tl.load(q + q_rows[:, None] + dims[None, :], mask=wanted, other=0.0)
+    q_tile, tokens, heads, live = query_tile(
+        q, row_start, first_token, query_len, kv_head, stride_q_token, stride_q_head,
+        GROUP, HEAD_DIM, BLOCK_M, BLOCK_D,
+    )  # fmt: skip
 
     positions = start + tokens
     first_position = start + first_token
@@ -96,29 +98,20 @@ def prefill_kernel(
     kv_head_start = kv + kv_head.to(tl.int64) * stride_kv_head
     table = tables + seq.to(tl.int64) * stride_table
 
-    state = empty_state(BLOCK_M, BLOCK_D)
-    pages = pages_of(table, run_from, keys_from, keys_to, PAGE_SIZE, BLOCK_N)
-    for first_key in range(run_from, run_to, BLOCK_N):
-        following = pages_of(table, first_key + BLOCK_N, keys_from, keys_to, PAGE_SIZE, BLOCK_N)
-        state = attend_tile(
-            state, q_tile, kv_head_start, pages, first_key, keys_from, keys_to, positions,
-            scale_log2, stride_page, stride_half,
-            HEAD_DIM, PAGE_SIZE, WINDOW, WINDOW > 0, PRECISION, BLOCK_N, BLOCK_D,
-        )  # fmt: skip
-        pages = following
-    for first_key in range(run_to, keys_to, BLOCK_N):
-        following = pages_of(table, first_key + BLOCK_N, keys_from, keys_to, PAGE_SIZE, BLOCK_N)
-        state = attend_tile(
-            state, q_tile, kv_head_start, pages, first_key, keys_from, keys_to, positions,
-            scale_log2, stride_page, stride_half,
-            HEAD_DIM, PAGE_SIZE, WINDOW, True, PRECISION, BLOCK_N, BLOCK_D,
-        )  # fmt: skip
-        pages = following
+    state = attend_keys(
+        empty_state(BLOCK_M, BLOCK_D), q_tile, kv_head_start, table,
+        run_from, run_to, keys_from, keys_to, positions, scale_log2, stride_page, stride_half,
+        HEAD_DIM, PAGE_SIZE, WINDOW, WINDOW > 0, PRECISION, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
+    state = attend_keys(
+        state, q_tile, kv_head_start, table,
+        run_to, keys_to, keys_from, keys_to, positions, scale_log2, stride_page, stride_half,
+        HEAD_DIM, PAGE_SIZE, WINDOW, True, PRECISION, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
     acc, _peak, total = state
     num_heads = tl.num_programs(1) * GROUP
-    out_rows = ((row_start + tokens).to(tl.int64) * num_heads + heads) * HEAD_DIM
-    places = out + out_rows[:, None] + dims[None, :]
-    tl.store(places, average(acc, total).to(out.dtype.element_ty), mask=wanted)
+    mean = average(acc, total)
+    store_rows(out, mean, row_start, tokens, heads, live, num_heads, HEAD_DIM, BLOCK_D)
 
 
 def prefill_attention(

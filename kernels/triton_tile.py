@@ -1,5 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""One step of attention over paged KV, shared by the prefill and the decode kernel.
+"""Attention of a tile of query rows over a run of paged keys: the prefill and the decode kernel.
+
+A program's rows are the (token, query head) pairs of one KV head (`query_tile`); it walks its keys
+tile by tile (`attend_keys`, a loop of `attend_tile`).
 
 The running softmax is that of FlashAttention-2 (Dao 2023, arXiv:2307.08691): a row carries the
 largest score seen (`peak`), the sum of weights relative to it (`total`) and the weighted sum of V
@@ -18,6 +21,36 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def query_tile(
+    q,
+    row_start,
+    first_token,
+    query_len,
+    kv_head,
+    stride_q_token,
+    stride_q_head,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """(q, tokens, heads, live) of `BLOCK_M // GROUP` tokens with all GROUP heads of a KV head.
+
+    Token t of the sequence is row `row_start + t` of q. Rows that are not live are padding: 0.
+    """
+    TOKENS: tl.constexpr = BLOCK_M // GROUP
+    rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    tokens = first_token + rows // GROUP
+    heads = kv_head * GROUP + rows % GROUP
+    live = (rows < TOKENS * GROUP) & (tokens < query_len)
+    wanted = live[:, None] & (dims < HEAD_DIM)[None, :]
+    q_rows = (row_start + tokens).to(tl.int64) * stride_q_token + heads * stride_q_head
+    tile = tl.load(q + q_rows[:, None] + dims[None, :], mask=wanted, other=0.0)
+    return tile, tokens, heads, live
 
 
 @triton.jit
@@ -92,6 +125,60 @@ def attend_tile(
         v = tl.load(places + stride_half)
     acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, new_peak, total
+
+
+@triton.jit
+def attend_keys(
+    state,
+    q,
+    kv_head,
+    table,
+    run_from,
+    run_to,
+    keys_from,
+    keys_to,
+    positions,
+    scale_log2,
+    stride_page,
+    stride_half,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """`attend_tile` from key `run_from`, a tile's first, to `run_to`."""
+    pages = pages_of(table, run_from, keys_from, keys_to, PAGE_SIZE, BLOCK_N)
+    for first_key in range(run_from, run_to, BLOCK_N):
+        following = pages_of(table, first_key + BLOCK_N, keys_from, keys_to, PAGE_SIZE, BLOCK_N)
+        state = attend_tile(
+            state, q, kv_head, pages, first_key, keys_from, keys_to, positions,
+            scale_log2, stride_page, stride_half,
+            HEAD_DIM, PAGE_SIZE, WINDOW, MASKED, PRECISION, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+        pages = following
+    return state
+
+
+@triton.jit
+def store_rows(
+    out,
+    tile,
+    row_start,
+    tokens,
+    heads,
+    live,
+    num_heads,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Write the live rows of a tile to `out` [T, num_heads, HEAD_DIM], contiguous."""
+    dims = tl.arange(0, BLOCK_D)
+    rows = ((row_start + tokens).to(tl.int64) * num_heads + heads) * HEAD_DIM
+    wanted = live[:, None] & (dims < HEAD_DIM)[None, :]
+    tl.store(out + rows[:, None] + dims[None, :], tile.to(out.dtype.element_ty), mask=wanted)
 
 
 @triton.jit

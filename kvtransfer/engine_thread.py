@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Protocol
 
+from pageferry.kvtransfer import metric_names as names
 from pageferry.kvtransfer.pool import PagePool
 
 log = logging.getLogger(__name__)
@@ -45,6 +47,49 @@ class StepWatch:
         if not self._checked:
             self._pool.check_integrity()
             self._checked = True
+
+
+class StepClock:
+    """Where an engine's time goes: in steps, and in the gaps between them while there is work.
+
+    A step is one call of the model runner. A gap is what the engine does from the end of one to the
+    beginning of the next: report, take in, schedule, and wait for the interpreter lock.
+    """
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.step_seconds = 0.0
+        self.num_gaps = 0
+        self.gap_seconds = 0.0
+        self.longest_gap_seconds = 0.0
+        self._begun = 0.0
+        self._ended: float | None = None
+
+    def begin(self) -> None:
+        self._begun = time.monotonic()
+        if self._ended is not None:
+            gap = self._begun - self._ended
+            self.num_gaps += 1
+            self.gap_seconds += gap
+            self.longest_gap_seconds = max(self.longest_gap_seconds, gap)
+
+    def end(self) -> None:
+        self._ended = time.monotonic()
+        self.num_steps += 1
+        self.step_seconds += self._ended - self._begun
+
+    def pause(self) -> None:
+        """There is nothing to do, or the step failed: what follows is not a gap."""
+        self._ended = None
+
+    def stats(self) -> dict[str, float]:
+        return {
+            names.STEPS: self.num_steps,
+            names.STEP_SECONDS: self.step_seconds,
+            names.STEP_GAPS: self.num_gaps,
+            names.STEP_GAP_SECONDS: self.gap_seconds,
+            names.LONGEST_STEP_GAP: self.longest_gap_seconds,
+        }
 
 
 def start_thread(engine: Engine, failed: Callable[[BaseException], None]) -> threading.Thread:

@@ -21,7 +21,12 @@ class SampledToken(Protocol):
 
 
 def token_event(
-    request: Request, sampled: SampledToken, index: int, max_model_len: int, worker: str
+    request: Request,
+    sampled: SampledToken,
+    index: int,
+    max_model_len: int,
+    worker: str,
+    num_cached_tokens: int = 0,
 ) -> Event:
     """The event for output token number `index` of `request`.
 
@@ -58,4 +63,5 @@ def token_event(
         logprobs=logprobs,
         finish=finish,
         stop_token_id=stop_token_id,
+        num_cached_tokens=num_cached_tokens,
     )

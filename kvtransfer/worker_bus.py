@@ -1,8 +1,8 @@
 """A worker's side of Redis: heartbeat, control messages, token emission, liveness of gateways.
 
 Everything here runs on the worker's event loop. The engine thread only calls `emit`, which never
-blocks. Tasks survive Redis outages: they wait, reconnect and go on; what is unsent meanwhile stays
-in a bounded buffer.
+blocks and wakes the loop once for all that the loop has not yet looked at. Tasks survive Redis
+outages: they wait, reconnect and go on; what is unsent meanwhile stays in a bounded buffer.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ class WorkerBus:
     def __init__(self, url: str, keys: Keys, lease_s: float, callbacks: BusCallbacks) -> None:
         self.keys = keys
         self.client: Client = connect(url, max_block_s=BLOCK_S)
+        # A connection of its own for tokens: 75 us of CPU a step instead of 125 through the pool.
+        self._token_client: Client = self.client.client()
         self._lease_s = lease_s
         self._callbacks = callbacks
         self._loop = asyncio.get_running_loop()
@@ -82,6 +84,7 @@ class WorkerBus:
         )
         self._sending = False
         self._wake = asyncio.Event()
+        self._is_waking = False
         self._control_id = b"$"
         self._missed: dict[str, int] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -118,7 +121,9 @@ class WorkerBus:
     def emit(self, events: Iterable[tuple[str, Event]]) -> None:
         """Queue (gateway, event) pairs for sending, in order. Any thread; never blocks."""
         self._unsent.extend(events)
-        self._loop.call_soon_threadsafe(self._wake.set)
+        if not self._is_waking:
+            self._is_waking = True
+            self._loop.call_soon_threadsafe(self._wake.set)
 
     async def publish(self) -> None:
         """Renew the lease and publish the record now."""
@@ -137,6 +142,7 @@ class WorkerBus:
             log.warning("leaving the registry failed: %s: %s", type(error).__name__, error)
         for task in self._tasks:
             task.cancel()
+        await self._token_client.aclose()
         await self.client.aclose()
 
     async def _heartbeat(self) -> None:
@@ -158,22 +164,20 @@ class WorkerBus:
     async def _send(self) -> None:
         await self._wake.wait()
         self._wake.clear()
+        self._is_waking = False  # before the queue is read: what comes later wakes us again
         by_gateway: dict[str, list[Event]] = {}
         self._sending = True
         batch = [self._unsent.popleft() for _ in range(min(len(self._unsent), 4096))]
         for gateway, event in batch:
             by_gateway.setdefault(gateway, []).append(event)
         try:
-            async with self.client.pipeline(transaction=False) as pipe:
-                for gateway, events in by_gateway.items():
-                    fields = {FIELD: pack_events(events)}
-                    pipe.xadd(
-                        self.keys.tokens(gateway),
-                        fields,
-                        maxlen=MAX_TOKEN_ENTRIES,
-                        approximate=True,
-                    )
-                if by_gateway:
+            if len(by_gateway) == 1:
+                ((gateway, events),) = by_gateway.items()
+                await self._add(self._token_client, gateway, events)
+            elif by_gateway:
+                async with self.client.pipeline(transaction=False) as pipe:
+                    for gateway, events in by_gateway.items():
+                        self._add(pipe, gateway, events)
                     await pipe.execute()
         except TRANSIENT:
             # Some may have arrived; the gateway drops duplicates by index.
@@ -185,6 +189,14 @@ class WorkerBus:
             self._sending = False
         if self._unsent:
             self._wake.set()
+
+    def _add(self, client: Client, gateway: str, events: list[Event]) -> Awaitable[None]:
+        """One entry to a gateway's token stream; to be awaited unless `client` is a pipeline."""
+        added: Awaitable[None] = client.execute_command(
+            *("XADD", self.keys.tokens(gateway), "MAXLEN", "~", MAX_TOKEN_ENTRIES, "*"),
+            *(FIELD, pack_events(events)),
+        )
+        return added
 
     async def _check_gateways(self) -> None:
         await asyncio.sleep(self._lease_s / 2)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from pageferry.kernels.config import ModelConfig
+from pageferry.kernels.cuda_graphs import GraphLimits, graphed
 from pageferry.kernels.devices import pick_device, pick_dtype, pin_cores
 from pageferry.kernels.model import Model, load_model
 from pageferry.kernels.runner import ModelRunner
@@ -128,6 +129,9 @@ def build(role: str, settings: WorkerSettings) -> WorkerParts:
         head_dim=config.head_dim,
     )
     kv, memory = _allocate(settings, layout, device)
+    capacity = min(longest, memory.num_pages * layout.page_size)
+    if role == "decode":
+        model = graphed(model, kv, GraphLimits(settings.max_num_seqs, capacity, layout.page_size))
     namespace = f"{model.fingerprint}:{layout}".encode()
     return WorkerParts(
         worker_id=f"{settings.name or role}-{uuid.uuid4().hex[:8]}",
@@ -140,7 +144,7 @@ def build(role: str, settings: WorkerSettings) -> WorkerParts:
         ),
         memory=memory,
         runner=ModelRunner(model, kv, layout.page_size),
-        max_model_len=min(longest, memory.num_pages * layout.page_size),
+        max_model_len=capacity,
         health=HealthMonitor.create(str(device), cuda=_lend(device)),
     )
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from pageferry.kernels.runner import BadChunk, Chunk, ModelRunner, SampleSpec
-from pageferry.kvtransfer.engine_thread import IDLE_WAIT_S, StepWatch
+from pageferry.kvtransfer.engine_thread import IDLE_WAIT_S, StepClock, StepWatch
 from pageferry.kvtransfer.outcome import token_event
 from pageferry.kvtransfer.pool import PagePool
 from pageferry.kvtransfer.wire import Event
@@ -51,8 +50,7 @@ class Engine:
         self.scheduler = Scheduler(pool, limits.max_num_batched_tokens, limits.max_num_seqs)
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
-        self.num_steps = 0
-        self.step_seconds = 0.0
+        self.clock = StepClock()
         self._worker_id = worker_id
         self._runner = runner
         self._limits = limits
@@ -99,11 +97,13 @@ class Engine:
             work = self.scheduler.schedule()
             if work:
                 self._step(work)
-            elif not self._stopping and self._inbox.empty():
+                continue
+            self.clock.pause()
+            if not self._stopping and self._inbox.empty():
                 self._idle()
 
     def _step(self, work: list[Work]) -> None:
-        begun = time.monotonic()
+        self.clock.begin()
         for item in work:
             if item.job.num_pushed_pages == 0 and item.job.num_cached_tokens:
                 self._push_cached(item.job)
@@ -119,6 +119,7 @@ class Engine:
             sampled = self._runner.execute([_chunk(item) for item in work], on_layer=push_layer)
         except BadChunk as error:
             # Nothing of the step ran: the others are scheduled again.
+            self.clock.pause()
             job = work[error.index].job
             self.scheduler.remove(job)
             job.num_computed_tokens = 0
@@ -129,9 +130,8 @@ class Engine:
         except RuntimeError as error:  # torch's other errors, out of memory included
             self._failed(work, error)
             return
+        self.clock.end()
         self._watch.succeeded()
-        self.num_steps += 1
-        self.step_seconds += time.monotonic() - begun
         for (item, (_, end)), token in zip(ready, sampled, strict=True):
             self.num_prompt_tokens += item.num_tokens
             item.job.num_pushed_pages = max(end, item.job.num_pushed_pages)
@@ -171,6 +171,7 @@ class Engine:
 
     def _failed(self, work: list[Work], error: RuntimeError) -> None:
         log.exception("step with %d prompts failed", len(work))
+        self.clock.pause()
         self._watch.failed()
         for item in work:
             self.scheduler.remove(item.job)

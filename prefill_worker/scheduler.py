@@ -1,10 +1,15 @@
-"""Which prompt chunks run in the next step: first come, first served, packed into one pass."""
+"""Which prompt chunks run in the next step: chunks of several prompts are packed into one pass.
+
+Pages are had in order of arrival. The token budget is shared (`kvtransfer.fair_share`): a long
+prompt gets half of it, and short ones behind it need not wait until it is done.
+"""
 
 from __future__ import annotations
 
 import collections
 from dataclasses import dataclass
 
+from pageferry.kvtransfer.fair_share import share_budget
 from pageferry.kvtransfer.pool import PagePool
 from pageferry.prefill_worker.job import Job
 
@@ -48,18 +53,17 @@ class Scheduler:
             self.running.remove(job)
 
     def schedule(self) -> list[Work]:
-        """Admit what fits, then cut chunks within the token budget, oldest job first."""
+        """Admit what fits, then cut chunks within the token budget."""
         while self.waiting and len(self.running) < self._max_seqs:
             if not self._allocate(self.waiting[0]):
                 break
             self.running.append(self.waiting.popleft())
-        budget, work = self._max_tokens, []
-        for job in self.running:
-            if budget and job.num_uncomputed_tokens:
-                start = job.num_computed_tokens
-                work.append(Work(job, start, start + min(budget, job.num_uncomputed_tokens)))
-                budget -= work[-1].num_tokens
-        return work
+        grants = share_budget([j.num_uncomputed_tokens for j in self.running], self._max_tokens)
+        return [
+            Work(job, job.num_computed_tokens, job.num_computed_tokens + tokens)
+            for job, tokens in zip(self.running, grants, strict=True)
+            if tokens
+        ]
 
     def advance(self, work: Work) -> None:
         """Record that `work` was computed; a finished prompt leaves the engine."""

@@ -147,8 +147,10 @@ class PrefillWorker:
 
         What is not claimed stays open to other prefill workers.
         """
-        backlog_tokens = sum(job.num_uncomputed_tokens for job in self._jobs)
-        if backlog_tokens >= self._settings.max_num_batched_tokens:
+        budget = self._settings.max_num_batched_tokens
+        # A long prompt takes half of a step when there are others: it must not keep these away.
+        backlog = sum(min(job.num_uncomputed_tokens, budget // 2) for job in self._jobs)
+        if backlog >= budget:
             return 0
         return self._settings.max_inflight_handoffs - len(self._jobs)
 
@@ -382,8 +384,8 @@ class PrefillWorker:
                 **self._parts.health.last.figures,
                 names.WORKER_PROMPT_TOKENS: engine.num_prompt_tokens,
                 names.WORKER_CACHED_TOKENS: engine.num_cached_tokens,
-                names.STEPS: engine.num_steps,
-                names.STEP_SECONDS: engine.step_seconds,
+                **engine.clock.stats(),
+                names.STEP_KERNEL_SECONDS: self._parts.runner.kernel_seconds,
                 names.PREFILL_INFLIGHT: len(self._jobs),
             },
         )

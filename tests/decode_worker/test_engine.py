@@ -19,6 +19,7 @@ from pageferry.decode_worker.scheduler import Limits
 from pageferry.kernels.runner import Chunk, Sampled
 from pageferry.kvtransfer.engine_thread import start_thread
 from pageferry.kvtransfer.handoff import Intake
+from pageferry.kvtransfer.metric_names import WORKER_STATS
 from pageferry.kvtransfer.pool import PagePool
 from pageferry.kvtransfer.wire import Cancel, Event, Kind, Request, SamplingParams
 
@@ -98,6 +99,35 @@ def test_a_local_request_is_prefilled_and_decoded(harness: Harness) -> None:
     assert harness.tokens("a") == [6, 7, 8, 9, 10]
     assert [e.index for e in harness.events] == [0, 1, 2, 3, 4]
     assert harness.events[-1].finish == "length"
+
+
+def test_gaps_are_counted_between_steps_but_not_while_idle(harness: Harness) -> None:
+    harness.engine.inbox.put(LocalRequest(request("a")))
+    harness.until(lambda: harness.ended("a"))
+    harness.until(lambda: harness.is_empty)
+    time.sleep(0.2)
+    harness.engine.inbox.put(LocalRequest(request("b", first=700)))
+    harness.until(lambda: harness.ended("b"))
+    clock = harness.engine.clock
+    assert (clock.num_steps, clock.num_gaps) == (10, 8)
+    assert 0 < clock.longest_gap_seconds <= clock.gap_seconds < 0.2
+    assert clock.stats()["steps_total"] == 10
+    assert set(clock.stats()) <= set(WORKER_STATS)  # others would not be exposed
+
+
+def test_tokens_of_a_step_go_out_in_one_call_and_an_empty_one_is_not_made() -> None:
+    pool, runner, calls = PagePool(64, PAGE), CountingRunner(), list[list[tuple[str, Event]]]()
+    limits = Limits(8, 64, 1000, 1)
+    engine = Engine("w", pool, runner, limits, lambda events: calls.append(list(events)))  # type: ignore[arg-type]
+    for name in ("a", "b", "c"):
+        engine.inbox.put(LocalRequest(request(name, max_tokens=2, first=100 * ord(name))))
+    assert engine.step()
+    assert engine.step()
+    assert not engine.step()
+    assert [[gateway for gateway, _ in events] for events in calls] == [
+        ["gw-a", "gw-b", "gw-c"]
+    ] * 2
+    pool.check_integrity()
 
 
 def test_a_sealed_sequence_goes_on_after_its_first_token(harness: Harness) -> None:

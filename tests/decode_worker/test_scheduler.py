@@ -17,7 +17,7 @@ PAGE = 4
 def sequence(name: str, prompt: int, queue_class: str = "interactive", first: int = 0) -> Sequence:
     ids = tuple(range(first, first + prompt))
     request = Request(name, 0, "gw", ids, prompt, SamplingParams(), queue_class)
-    return Sequence(request, list(ids))
+    return Sequence.of(request)
 
 
 def scheduler(pages: int, **limits: int) -> Scheduler:
@@ -55,6 +55,50 @@ def test_a_prompt_is_cut_into_chunks_within_the_token_budget() -> None:
         execute(s, plan)
     assert chunks == [16, 16, 8]
     assert [w.num_tokens for w in s.schedule().work] == [1]
+
+
+def test_a_short_prompt_passes_a_long_one_that_waits_and_one_that_runs() -> None:
+    s = scheduler(200)
+    s.add_local(sequence("long", 100))
+    execute(s, s.schedule())
+    s.add_local(sequence("as-long", 100, first=200))
+    s.add_local(sequence("short", 6, first=400))
+    plan = s.schedule()
+    assert [(w.sequence.request_id, w.num_tokens) for w in plan.work] == [
+        ("long", 10),
+        ("short", 6),
+    ]
+    assert [q.request_id for q in s.waiting] == ["as-long"]
+    assert execute(s, plan) == ["short"]
+
+
+def test_under_a_flood_of_short_prompts_each_long_one_still_gets_its_first_token() -> None:
+    s = scheduler(400, max_num_seqs=64)
+    for i in range(3):
+        s.add_local(sequence(f"long-{i}", 80, first=1000 * i))
+    ended: list[str] = []
+    for step in range(60):
+        s.add_local(sequence("short", 8, first=10_000 + 100 * step))
+        s.add_local(sequence("short", 8, first=20_000 + 100 * step))
+        for name in execute(s, s.schedule()):
+            ended.append(name)
+            s.remove(next(q for q in s.running if q.request_id == name and q.num_output_tokens))
+        if ended.count("short") < len(ended) - 2:
+            break
+    assert [name for name in ended if name != "short"] == ["long-0", "long-1", "long-2"]
+
+
+def test_a_prompt_that_lacks_pages_is_not_passed() -> None:
+    s = scheduler(10)
+    s.add_local(sequence("a", 19))
+    execute(s, s.schedule())
+    s.add_local(sequence("large", 30, first=100))
+    s.add_local(sequence("small", 2, first=200))
+    for _ in range(3):
+        assert {w.sequence.request_id for w in s.schedule().work} == {"a"}
+        execute(s, s.schedule())
+    s.remove(s.running[0])
+    assert {w.sequence.request_id for w in s.schedule().work} == {"large", "small"}
 
 
 def test_running_sequences_go_before_prompt_chunks() -> None:
@@ -152,7 +196,7 @@ def test_any_mix_ends_with_every_sequence_served_or_given_back(seed: int) -> Non
         plan = s.schedule()
         assert plan.work or not s.running
         execute(s, plan)
-        todo += [Sequence(q.request, list(q.token_ids)) for q in plan.preempted]
+        todo += [Sequence(q.request, q.token_ids[:]) for q in plan.preempted]
         for q in list(s.running):
             if len(q.token_ids) >= goal[q.request_id]:
                 s.remove(q)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -202,3 +206,22 @@ def tokens() -> Callable[[int, int], list[int]]:
         return ids
 
     return make
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest) -> dict[str, str]:
+    """Error text, or "", of each of the module's CASES, run by triton_child in one process that
+    interprets Triton's kernels, or uses the GPU if there is one."""
+    interpret = "0" if torch.cuda.is_available() else "1"
+    child = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("triton_child.py")), request.module.__file__],
+        env={**os.environ, "TRITON_INTERPRET": interpret},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    lines = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
+    ending = f"not reached: exit status {child.returncode}\n{child.stderr[-4000:]}"
+    errors = {line["case"]: line["error"] for line in lines}
+    return dict.fromkeys(request.module.CASES, ending) | errors

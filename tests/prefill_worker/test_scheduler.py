@@ -40,6 +40,37 @@ def test_several_prompts_share_one_pass() -> None:
     assert run_step(s) == []
 
 
+def test_short_prompts_need_not_wait_for_a_long_one_nor_it_for_all_of_them() -> None:
+    pool = PagePool(4000, PAGE)
+    s = Scheduler(pool, max_num_batched_tokens=512, max_num_seqs=32)
+    long = job(pool, "long", 3000)
+    s.add(long)
+    run_step(s)
+    steps = 1
+    while long.num_uncomputed_tokens:
+        names = [f"short-{steps}-{i}" for i in range(4)]
+        for i, name in enumerate(names):
+            s.add(job(pool, name, 60, 10_000 + 1000 * (4 * steps + i)))
+        done = run_step(s)
+        assert sorted(name for name, _, last in done if last and name != "long") == names
+        assert sum(tokens for _, tokens, _ in done) == min(512, 240 + done[0][1])
+        steps += 1
+    assert steps <= 2 * -(-3000 // 512)
+
+
+def test_under_a_flood_of_short_prompts_each_long_one_still_ends() -> None:
+    pool = PagePool(4000, PAGE)
+    s = Scheduler(pool, max_num_batched_tokens=64, max_num_seqs=64)
+    ended: list[str] = []
+    for i in range(3):
+        s.add(job(pool, f"long-{i}", 320, 1000 * i))
+    for step in range(40):
+        for i in range(4):
+            s.add(job(pool, "short", 16, 10_000 + 100 * (4 * step + i)))
+        ended += [name for name, _, last in run_step(s) if last and name != "short"]
+    assert ended == ["long-0", "long-1", "long-2"]
+
+
 def test_a_prompt_waits_until_all_its_pages_can_be_had_and_is_not_overtaken() -> None:
     pool = PagePool(4, PAGE)
     s = Scheduler(pool, max_num_batched_tokens=64, max_num_seqs=8)
