@@ -7,6 +7,9 @@ DECODE  ?= 1
 PORT    ?= 8000
 MODEL     ?=
 REDIS_URL ?=
+PEERS     ?=
+PEER      ?=
+BENCH     ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
@@ -14,7 +17,7 @@ PACKAGE_FILES := pyproject.toml constraints.txt setup.py $(wildcard kernels/nati
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help up test lint types bench clean
+.PHONY: help up test lint types bench interference peers clean
 
 help:
 	@echo 'make up     serve a model on this machine; Ctrl-C stops it'
@@ -22,7 +25,9 @@ help:
 	@echo 'make test   all tests, with real processes and the demo model'
 	@echo 'make lint   formatting and lint rules'
 	@echo 'make types  static types'
-	@echo 'make bench  Pageferry and transformers on the same requests; BENCH="--requests 32"'
+	@echo 'make bench  Pageferry and every installed peer on the same requests; BENCH="--levels 8"'
+	@echo 'make interference  what long prompts do to running streams, here and in a peer'
+	@echo 'make peers  install the peers (several GB); PEER=openvino for one, PEERS=<directory>'
 	@echo 'make clean  remove $(VENV), builds and caches (not the prepared models)'
 	@echo 'PYTHON=python3.12 chooses another interpreter (3.11 or later).'
 
@@ -41,9 +46,14 @@ lint: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	@$(BIN)/mypy
 
-bench: $(VENV)/.installed
-	@$(BIN)/python -m pageferry.kernels.prepare
-	@$(BIN)/python benchmarks/compare.py $(BENCH)
+bench: $(VENV)/.installed-bench
+	@$(BIN)/python benchmarks/compare.py $(if $(PEERS),--peers '$(PEERS)') $(BENCH)
+
+interference: $(VENV)/.installed-bench
+	@$(BIN)/python benchmarks/interference.py $(if $(PEERS),--peers '$(PEERS)') $(BENCH)
+
+peers: $(VENV)/.installed-bench
+	@$(BIN)/python benchmarks/install_peers.py $(if $(PEERS),--peers '$(PEERS)') $(PEER)
 
 clean:
 	@rm -rf '$(VENV)' build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
@@ -60,6 +70,11 @@ $(VENV)/.installed: $(PACKAGE_FILES) | $(VENV)/bin/python
 	@echo 'Installing pageferry into $(VENV) (once; torch is large) ...' >&2
 	@$(PIP) install -c constraints.txt -e '.[worker,local]'
 	@touch $@
+
+$(VENV)/.installed-bench: $(PACKAGE_FILES) | $(VENV)/bin/python
+	@echo 'Installing pageferry and its plotting library into $(VENV) (once; torch is large) ...' >&2
+	@$(PIP) install -c constraints.txt -e '.[worker,local,bench]'
+	@touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-dev: $(PACKAGE_FILES) | $(VENV)/bin/python
 	@echo 'Installing pageferry and its development tools into $(VENV) (once; torch is large) ...' >&2

@@ -31,6 +31,9 @@ COMMANDS = {
         "pageferry.kernels.prepare",
         "Fetch or convert a model and print its directory; without MODEL the demo model.",
     ),
+    "bench": Command(
+        "pageferry.compose.bench", "Load an OpenAI-compatible server and measure what users feel."
+    ),
     "health": Command(
         "pageferry.compose.health",
         "Exit with 0 if the gateway, prefill or decode process on this host is alive.",
