@@ -142,7 +142,8 @@ class Packer:
 
     def __post_init__(self) -> None:
         size = sum(self._bytes(*shape) for shape in self._shapes())
-        self.memory = mmap.mmap(-1, size)
+        # Private: the system has no huge pages for shared memory unless it is told to.
+        self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self.memory.madvise(mmap.MADV_HUGEPAGE)
         view = ctypes.c_char.from_buffer(self.memory)

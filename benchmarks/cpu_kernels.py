@@ -5,7 +5,7 @@ Per kernel the bound is the larger of (bytes that must be read) / (measured read
 last lines are whole decode steps and whole prompts of the model. All on one core, the fastest of
 several runs, ceilings measured before and after in the same process.
 
-    taskset -c 1 python benchmarks/kernels.py --model DIR [--json FILE]
+    taskset -c 1 python benchmarks/cpu_kernels.py --model DIR [--json FILE]
 """
 
 from __future__ import annotations
