@@ -81,6 +81,9 @@ class UpSettings(GatewaySettings, PrefillSettings, DecodeSettings):
     start_timeout_s: float = setting(
         600.0, "Seconds for the workers to load the model; after that the start has failed."
     )
+    lend_cores: bool = setting(
+        True, "Let decode workers compute on the cores of prefill workers that idle (CPU only)."
+    )
     verbose: bool = setting(False, "Show every log line of the services, not only warnings.")
 
 
@@ -140,14 +143,24 @@ def service_env(settings: UpSettings, cls: type, **own: object) -> dict[str, str
     return env
 
 
-def service_programs(settings: UpSettings, redis_url: str, port: int) -> list[Program]:
-    """The gateway and the workers; workers get their share of the cores and of the GPUs."""
+def service_programs(
+    settings: UpSettings, redis_url: str, port: int, scratch: Path
+) -> list[Program]:
+    """The gateway and the workers; workers get their share of the cores and of the GPUs.
+
+    Decode worker i computes on the cores of prefill worker i too, while that one idles.
+    """
     python = [sys.executable, "-P", "-m"]
     workers = settings.prefill + settings.decode
     cores = divide_cores(siblings_together(allowed_cores(settings.cores)), workers)
     devices = [(settings.device, settings.gpu_memory_fraction)] * workers
-    if gpus := gpus_to_divide(settings):
+    gpus = gpus_to_divide(settings)
+    if gpus:
         devices = divide_gpus(gpus, workers, settings.gpu_memory_fraction)
+    on_cpu = not gpus and not settings.device.startswith("cuda")
+    lending = 0
+    if settings.lend_cores and on_cpu and len(set(cores)) == workers:
+        lending = min(settings.prefill, settings.decode)
     programs = [
         Program(
             "gateway",
@@ -163,7 +176,10 @@ def service_programs(settings: UpSettings, redis_url: str, port: int) -> list[Pr
         name = f"{role}-{i}"
         full_name = f"{settings.name}-{name}" if settings.name else name
         argv = [*python, f"pageferry.{role}_worker.main", "--name", full_name]
-        own = {"device": device, "gpu_memory_fraction": fraction}
+        own: dict[str, object] = {"device": device, "gpu_memory_fraction": fraction}
+        if i < lending:
+            own["core_flag"] = scratch / f"cores-{i}"
+            own["borrow_cores"] = cores[i]
         env = service_env(settings, cls, redis_url=redis_url, cores=share, name="", **own)
         programs.append(Program(name, argv, env))
     return programs
@@ -274,7 +290,7 @@ class Run:
             check_memory(model_dir, settings, workers, *available_bytes())
         await wait_for_redis(redis_url)
         say(f"pageferry: starting {settings.prefill} prefill and {settings.decode} decode workers")
-        for program in service_programs(settings, redis_url, self.port):
+        for program in service_programs(settings, redis_url, self.port, scratch):
             await self.supervisor.start(program)
         model = await wait_until_ready(settings.host, self.port, settings.start_timeout_s)
         print(ready_line(settings.host, self.port, model), flush=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+from collections.abc import Sequence
 from ctypes import POINTER, c_double, c_float, c_int64, c_void_p
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -100,6 +101,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "pf_use_level": (c_int64, c_int64),
     "pf_current_level": (c_int64,),
     "pf_set_threads": (None, c_int64),
+    "pf_borrow": (None, c_void_p, c_void_p, c_int64),
     "pf_packed_bytes": (c_int64, c_int64, c_int64, c_int64, c_int64),
     "pf_blocks": (c_int64, c_int64, c_int64),
     "pf_pack": (None, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p),
@@ -172,3 +174,15 @@ def _open(path: Path, wanted: str) -> ctypes.CDLL | None:
         log.warning("%s=%s: this processor offers %s", VARIABLE, wanted, LEVELS[level])
     log.info("CPU kernels: %s", LEVELS[level])
     return lib
+
+
+def borrow_cores(busy_address: int, cores: Sequence[int]) -> bool:
+    """Have passes use `cores` too, whenever the int64 at `busy_address` is 0.
+
+    False when there is no library. The address must stay valid for the rest of the process.
+    """
+    lib = library()
+    if lib is None:
+        return False
+    lib.pf_borrow(busy_address, (c_int64 * len(cores))(*cores), len(cores))
+    return True

@@ -98,6 +98,16 @@ class WorkerSettings(CommonSettings):
         'CPU cores to pin this worker to, e.g. "0", "0-3" or "0,2"; default: all allowed cores. '
         "The number of compute threads is the number of cores.",
     )
+    cpu_kernels: str = setting(
+        "auto",
+        "Kernels of a CPU worker: auto is the best that the processor and the installation offer.",
+        choices=("auto", "torch", "base", "avx2", "avx512", "avx512_bf16", "amx"),
+    )
+    core_flag: str = setting(
+        "",
+        "File that tells the decode worker which borrows a prefill worker's cores when that one "
+        "computes; `pageferry up` sets it on both.",
+    )
     page_size: int = setting(16, "Token slots per KV page; equal on all workers (8 to 128).")
     kv_memory_mib: int = setting(
         0,
@@ -154,6 +164,11 @@ class DecodeSettings(WorkerSettings):
     )
     watermark_pages: int = setting(
         2, "Pages kept free when admitting, so that running sequences can grow."
+    )
+    borrow_cores: str = setting(
+        "",
+        "Cores of a prefill worker on this host to compute on while that one idles; "
+        "needs --core-flag.",
     )
 
 

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 
 import torch
 
+from pageferry.kernels import native
 from pageferry.kernels.config import ModelConfig
 from pageferry.kernels.cuda_graphs import GraphLimits, graphed
-from pageferry.kernels.devices import pick_device, pick_dtype, pin_cores
+from pageferry.kernels.devices import parse_cores, pick_device, pick_dtype, pin_cores
 from pageferry.kernels.model import Model, load_model
 from pageferry.kernels.runner import ModelRunner
+from pageferry.kvtransfer.core_flag import CoreFlag
 from pageferry.kvtransfer.cuda_store import TensorStore
 from pageferry.kvtransfer.device_health import Cuda, HealthMonitor
 from pageferry.kvtransfer.handoff import Identity, host_id
@@ -29,7 +31,7 @@ from pageferry.kvtransfer.memory import PageStore, PoolMemory
 from pageferry.kvtransfer.model_files import resolve_model_dir, served_name
 from pageferry.kvtransfer.nvml_devices import CudaId
 from pageferry.kvtransfer.pool import PagePool
-from pageferry.kvtransfer.settings import SettingsError, WorkerSettings
+from pageferry.kvtransfer.settings import DecodeSettings, SettingsError, WorkerSettings
 from pageferry.kvtransfer.wire import WorkerRecord
 
 MAX_DEFAULT_KV_MIB = 4096
@@ -51,6 +53,7 @@ class WorkerParts:
     runner: ModelRunner
     max_model_len: int
     health: HealthMonitor
+    core_flag: CoreFlag | None
 
     @property
     def identity(self) -> Identity:
@@ -117,8 +120,9 @@ def build(role: str, settings: WorkerSettings) -> WorkerParts:
             f"--transport shm: the pool of {device} is not in shared memory; use tcp"
         )
     path = resolve_model_dir(settings.model)
-    native = ModelConfig.from_dir(path).max_position_embeddings
-    longest = min(settings.max_model_len or native, native)
+    native_len = ModelConfig.from_dir(path).max_position_embeddings
+    longest = min(settings.max_model_len or native_len, native_len)
+    os.environ[native.VARIABLE] = settings.cpu_kernels
     model = load_model(path, device, dtype, max_positions=longest)
     config = model.config
     layout = KVLayout(
@@ -146,7 +150,24 @@ def build(role: str, settings: WorkerSettings) -> WorkerParts:
         runner=ModelRunner(model, kv, layout.page_size),
         max_model_len=capacity,
         health=HealthMonitor.create(str(device), cuda=_lend(device)),
+        core_flag=_core_flag(settings),
     )
+
+
+def _core_flag(settings: WorkerSettings) -> CoreFlag | None:
+    """The flag that this worker shares with another; a borrower begins to look at it."""
+    if not settings.core_flag:
+        return None
+    try:
+        flag = CoreFlag(settings.core_flag)
+    except OSError as error:
+        raise SettingsError(
+            f"--core-flag {settings.core_flag}: cannot be used ({error.strerror}); name a file in "
+            "a directory that exists"
+        ) from error
+    if isinstance(settings, DecodeSettings) and settings.borrow_cores:
+        native.borrow_cores(flag.address, parse_cores(settings.borrow_cores))
+    return flag
 
 
 def _allocate(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from pageferry.kernels.runner import BadChunk, Chunk, ModelRunner, SampleSpec
+from pageferry.kvtransfer.core_flag import CoreFlag
 from pageferry.kvtransfer.engine_thread import IDLE_WAIT_S, StepClock, StepWatch
 from pageferry.kvtransfer.outcome import token_event
 from pageferry.kvtransfer.pool import PagePool
@@ -46,6 +47,7 @@ class Engine:
         runner: ModelRunner,
         limits: Limits,
         mark_ready: Callable[[int], None],
+        core_flag: CoreFlag | None = None,
     ) -> None:
         self.scheduler = Scheduler(pool, limits.max_num_batched_tokens, limits.max_num_seqs)
         self.num_prompt_tokens = 0
@@ -55,6 +57,7 @@ class Engine:
         self._runner = runner
         self._limits = limits
         self._mark_ready = mark_ready
+        self._core_flag = core_flag
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._results: dict[Job, Future[Event]] = {}
         self._stopping = False
@@ -96,11 +99,18 @@ class Engine:
             self._take_in()
             work = self.scheduler.schedule()
             if work:
+                self._lend_cores(False)
                 self._step(work)
                 continue
             self.clock.pause()
             if not self._stopping and self._inbox.empty():
+                self._lend_cores(True)
                 self._idle()
+
+    def _lend_cores(self, lent: bool) -> None:
+        """Between prompts a decode worker may compute here."""
+        if self._core_flag is not None:
+            self._core_flag.busy = not lent
 
     def _step(self, work: list[Work]) -> None:
         self.clock.begin()

@@ -84,7 +84,12 @@ class PrefillWorker:
             parts.memory.layout.num_layers,
         )
         self._engine = Engine(
-            parts.worker_id, parts.pool, parts.runner, limits, parts.memory.mark_ready
+            parts.worker_id,
+            parts.pool,
+            parts.runner,
+            limits,
+            parts.memory.mark_ready,
+            parts.core_flag,
         )
         transport = settings.transport if len(parts.transports) > 1 else parts.transports[0]
         self._ferry = Ferry(

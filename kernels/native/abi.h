@@ -61,6 +61,8 @@ int64_t pf_best_level(void);
 int64_t pf_use_level(int64_t level);
 int64_t pf_current_level(void);
 void pf_set_threads(int64_t count);
+// More threads, one pinned to each of `cores`, that help whenever *busy is 0. count 0: none.
+void pf_borrow(const int64_t *busy, const int64_t *cores, int64_t count);
 
 // Bytes and blocks of a packed matrix, and the packing. halves = 2: weight is [2 * outputs, in],
 // gate rows before up rows.

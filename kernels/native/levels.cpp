@@ -13,6 +13,7 @@
 #include <vector>
 
 #if defined(__linux__)
+#include <sched.h>
 #include <sys/mman.h>
 #endif
 #if defined(__x86_64__)
@@ -68,80 +69,101 @@ const Backend &at(int64_t level) {
 std::atomic<const Backend *> chosen{nullptr};
 std::atomic<int64_t> chosen_level{-1};
 
-// Threads that wait for a round of tasks and share them out by a counter. They spin for a while
-// after each round: the next one follows within microseconds during a pass.
-class Pool {
+void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#else
+  std::this_thread::yield();
+#endif
+}
+
+// Tasks that threads take one by one.
+struct Round {
+  void (*task)(int64_t, void *);
+  void *context;
+  int64_t count;
+  std::atomic<int64_t> next{0};
+
+  void work() {
+    for (int64_t i; (i = next.fetch_add(1)) < count;) task(i, context);
+  }
+};
+
+// Threads that help with one round after another. They spin for a while after each: the next one
+// follows within microseconds during a pass. Who comes too late is not waited for.
+class Team {
  public:
-  explicit Pool(int64_t helpers) {
-    for (int64_t i = 0; i < helpers; i++) threads_.emplace_back([this] { serve(); });
+  // One thread for each entry; -1: on any core of the process.
+  explicit Team(const std::vector<int64_t> &cores) {
+    for (int64_t core : cores) threads_.emplace_back([this, core] { serve(core); });
   }
 
-  ~Pool() {
-    {
-      std::lock_guard lock(mutex_);
-      stopping_ = true;
-      round_++;
-    }
-    wake_.notify_all();
+  ~Team() {
+    stopping_ = true;
+    open(nullptr);
     for (auto &thread : threads_) thread.join();
   }
 
-  void run(int64_t count, void (*task)(int64_t, void *), void *context) {
-    task_ = task, context_ = context, count_ = count;
-    next_.store(0, std::memory_order_relaxed);
-    busy_.store((int64_t)threads_.size(), std::memory_order_relaxed);
+  int64_t size() const { return (int64_t)threads_.size(); }
+
+  void open(Round *round) {
+    round_.store(round);
     {
       std::lock_guard lock(mutex_);
-      round_++;
+      number_++;
     }
     wake_.notify_all();
-    work();
-    while (busy_.load(std::memory_order_acquire)) pause();
+  }
+
+  // Returns when no thread works on the round any more, and none will.
+  void close() {
+    round_.store(nullptr);
+    while (working_.load()) pause();
   }
 
  private:
-  static void pause() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#else
-    std::this_thread::yield();
+  void serve([[maybe_unused]] int64_t core) {
+#if defined(__linux__)
+    if (core >= 0) {
+      cpu_set_t set;
+      CPU_ZERO(&set);
+      CPU_SET(core, &set);
+      sched_setaffinity(0, sizeof set, &set);
+    }
 #endif
-  }
-
-  void work() {
-    for (int64_t i; (i = next_.fetch_add(1)) < count_;) task_(i, context_);
-  }
-
-  void serve() {
-    uint64_t seen = 0;
-    for (;;) {
-      for (int spin = 0; spin < 4000 && round_.load() == seen; spin++) pause();
-      if (round_.load() == seen) {
+    for (uint64_t seen = 0;;) {
+      for (int spin = 0; spin < 2000 && number_.load() == seen; spin++) pause();
+      if (number_.load() == seen) {
         std::unique_lock lock(mutex_);
-        wake_.wait(lock, [&] { return round_.load() != seen; });
+        wake_.wait(lock, [&] { return number_.load() != seen; });
       }
-      seen = round_.load();
+      seen = number_.load();
       if (stopping_) return;
-      work();
-      busy_.fetch_sub(1, std::memory_order_release);
+      working_++;  // before the look at the round: `close` sees either this or the task's end
+      if (Round *round = round_.load()) round->work();
+      working_--;
     }
   }
 
   std::vector<std::thread> threads_;
   std::mutex mutex_;
   std::condition_variable wake_;
-  std::atomic<uint64_t> round_{0};
-  std::atomic<int64_t> next_{0}, busy_{0};
+  std::atomic<Round *> round_{nullptr};
+  std::atomic<uint64_t> number_{0};
+  std::atomic<int64_t> working_{0};
   std::atomic<bool> stopping_{false};
-  void (*task_)(int64_t, void *) = nullptr;
-  void *context_ = nullptr;
-  int64_t count_ = 0;
 };
 
-// One computation at a time: a second caller waits for the pool.
-std::mutex pool_mutex;
-std::unique_ptr<Pool> pool;
-std::atomic<int64_t> threads{1};
+// One computation at a time: a second caller computes alone.
+std::mutex teams_mutex;
+std::unique_ptr<Team> own, borrowed;
+std::atomic<int64_t> own_threads{1}, borrowed_threads{0};
+std::atomic<const int64_t *> lender_busy{nullptr};
+
+bool may_borrow() {
+  const int64_t *busy = lender_busy.load(std::memory_order_relaxed);
+  return busy && !__atomic_load_n(busy, __ATOMIC_RELAXED);
+}
 
 }  // namespace
 
@@ -150,14 +172,24 @@ const Backend &current() {
   return backend ? *backend : at(best());
 }
 
-int64_t thread_count() { return threads.load(std::memory_order_relaxed); }
+int64_t thread_count() {
+  return own_threads.load(std::memory_order_relaxed) +
+         (may_borrow() ? borrowed_threads.load(std::memory_order_relaxed) : 0);
+}
 
 void parallel(int64_t count, void (*task)(int64_t, void *), void *context) {
-  if (count > 1 && thread_count() > 1) {
-    std::lock_guard lock(pool_mutex);
-    if (pool) return pool->run(count, task, context);
+  std::unique_lock lock(teams_mutex, std::defer_lock);
+  if (count == 1 || thread_count() == 1 || !lock.try_lock()) {
+    for (int64_t i = 0; i < count; i++) task(i, context);
+    return;
   }
-  for (int64_t i = 0; i < count; i++) task(i, context);
+  Round round{task, context, count};
+  Team *teams[] = {own.get(), may_borrow() ? borrowed.get() : nullptr};
+  for (Team *team : teams)
+    if (team) team->open(&round);
+  round.work();
+  for (Team *team : teams)
+    if (team) team->close();
 }
 
 }  // namespace pf
@@ -182,11 +214,21 @@ int64_t pf_current_level(void) {
 
 void pf_set_threads(int64_t count) {
   count = count < 1 ? 1 : count;
-  std::lock_guard lock(pf::pool_mutex);
-  if (count == pf::thread_count()) return;
-  pf::pool.reset();
-  if (count > 1) pf::pool = std::make_unique<pf::Pool>(count - 1);
-  pf::threads.store(count);
+  std::lock_guard lock(pf::teams_mutex);
+  if (count == pf::own_threads.load()) return;
+  pf::own.reset();
+  if (count > 1) pf::own = std::make_unique<pf::Team>(std::vector<int64_t>(count - 1, -1));
+  pf::own_threads.store(count);
+}
+
+void pf_borrow(const int64_t *busy, const int64_t *cores, int64_t count) {
+  std::lock_guard lock(pf::teams_mutex);
+  pf::lender_busy.store(nullptr);
+  pf::borrowed.reset();
+  if (count > 0)
+    pf::borrowed = std::make_unique<pf::Team>(std::vector<int64_t>(cores, cores + count));
+  pf::borrowed_threads.store(count);
+  pf::lender_busy.store(count > 0 ? busy : nullptr);
 }
 
 // Bytes per second at which one core reads memory, in four streams: a sum over `bytes` of it.

@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -94,7 +95,7 @@ def test_workers_get_names_and_cores_and_no_secrets_on_the_command_line(monkeypa
     monkeypatch.setattr(local, "allowed_cores", lambda text: [0, 1, 2])
     monkeypatch.setattr(local, "siblings_together", lambda cores: cores)
     settings = parse("--prefill", "1", "--decode", "2", "--cluster-key", "secret")
-    programs = service_programs(settings, "unix:///x", 8123)
+    programs = service_programs(settings, "unix:///x", 8123, Path("/scratch"))
     assert [p.name for p in programs] == ["gateway", "prefill-0", "decode-0", "decode-1"]
     assert [p.env.get("PAGEFERRY_CORES") for p in programs] == [None, "0", "1", "2"]
     assert programs[0].env["PAGEFERRY_PORT"] == "8123"
@@ -103,6 +104,28 @@ def test_workers_get_names_and_cores_and_no_secrets_on_the_command_line(monkeypa
         assert program.env["PAGEFERRY_CLUSTER_KEY"] == "secret"
         assert program.argv[-2:] == ["--name", program.name]
         assert "secret" not in " ".join(program.argv)
+
+
+def test_idle_prefill_cores_are_lent_to_decode_workers(monkeypatch):
+    monkeypatch.setattr(local, "count_gpus", lambda visible: 0)
+    monkeypatch.setattr(local, "siblings_together", lambda cores: cores)
+
+    def borrowed(cores: int, *flags: str) -> list[tuple[str | None, str | None]]:
+        monkeypatch.setattr(local, "allowed_cores", lambda text: list(range(cores)))
+        programs = service_programs(parse(*flags), "unix:///x", 8123, Path("/scratch"))[1:]
+        names = ("PAGEFERRY_BORROW_CORES", "PAGEFERRY_CORE_FLAG")
+        return [tuple(p.env.get(name) for name in names) for p in programs]
+
+    flag = "/scratch/cores-0"
+    assert borrowed(2) == [(None, flag), ("0", flag)]
+    assert borrowed(6, "--prefill", "1", "--decode", "2") == [
+        (None, flag),
+        ("0,1", flag),
+        (None, None),
+    ]
+    assert borrowed(1) == [(None, None)] * 2
+    assert borrowed(2, "--lend-cores", "false") == [(None, None)] * 2
+    assert borrowed(2, "--device", "cuda:0") == [(None, None)] * 2
 
 
 async def test_redis_that_does_not_answer_is_a_settings_error(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -261,6 +262,28 @@ def test_threads_give_the_same_bits(make_model: Any) -> None:
             assert torch.equal(alone, model.logits(model.forward(ids, case.batch, kv)))
     finally:
         LIBRARY.pf_set_threads(1)
+
+
+def test_borrowed_cores_give_the_same_bits(make_model: Any) -> None:
+    assert LIBRARY is not None
+    model = make_model("qwen3").load(torch.bfloat16)
+    ids = torch.arange(40)
+    case = Case(BFLOAT16, (1, 1, 2), [(1, 0), (39, 0)])
+    c = model.config
+    kv = torch.zeros((c.num_layers, 6, 2, c.num_kv_heads, 16, c.head_dim), dtype=torch.bfloat16)
+    alone = model.logits(model.forward(ids, case.batch, kv))
+    busy = ctypes.c_int64(1)
+    cores = sorted(os.sched_getaffinity(0))
+    threads = len(os.listdir("/proc/self/task"))
+    assert native.borrow_cores(ctypes.addressof(busy), [cores[0], cores[-1]])
+    try:
+        assert len(os.listdir("/proc/self/task")) == threads + 2
+        for turn in range(40):
+            busy.value = turn % 3 == 0
+            assert torch.equal(alone, model.logits(model.forward(ids, case.batch, kv)))
+    finally:
+        native.borrow_cores(0, [])
+    assert len(os.listdir("/proc/self/task")) == threads
 
 
 def test_bfloat16_is_as_near_to_the_truth_as_torch(
