@@ -6,7 +6,8 @@ For each system two phases of equal length:
 2. *storm*: the same, while a long prompt (1,500 to 3,000 tokens, 16 tokens of output) arrives every
    `--interval-s`, whether or not the last one is done.
 
-Systems: Pageferry with one prefill and one decode worker, a pinned core each; two colocated
+Systems: Pageferry with one prefill and one decode worker, a pinned core each; the same with the
+prefill worker's core lent while that one idles, which is the default; two colocated
 replicas of Pageferry on the same two cores, without prefill workers, once per chunk size
 (`--max-num-batched-tokens`; 512 is the default); and a peer. Reported are the gaps between tokens
 of the 4 streams and, for both sides, throughput and TTFT: what the streams gain may cost the
@@ -151,8 +152,12 @@ def contenders(args: argparse.Namespace) -> list[Contender]:
         return Contender(name, lambda setup: pageferry(setup, flags, name), chunk)
 
     split = ("--prefill", "1", "--decode", "1")
-    name = "pageferry 1 prefill + 1 decode"
-    found = [Contender(name, lambda setup: pageferry(setup, split, name))]
+    name, lent = "pageferry 1 prefill + 1 decode", "the same, idle prefill core lent"
+    apart = (*split, "--lend-cores", "false")
+    found = [
+        Contender(name, lambda setup: pageferry(setup, apart, name)),
+        Contender(lent, lambda setup: pageferry(setup, split, lent)),
+    ]
     found += [colocated(int(chunk)) for chunk in args.chunks.split(",") if chunk]
     able = [n for n, p in PEERS.items() if not p.batch and p.installed(args.peers)]
     wanted = args.peer or next(iter(able), "none")
