@@ -169,7 +169,7 @@ def test_build_context_has_every_package_folder():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     folders = set(project["tool"]["setuptools"]["package-dir"].values())
     assert folders <= kept
-    assert {"pyproject.toml", "constraints.txt", "README.md", "LICENSE"} <= kept
+    assert {"pyproject.toml", "setup.py", "constraints.txt", "README.md", "LICENSE"} <= kept
 
 
 def test_every_requirement_is_pinned():
