@@ -113,6 +113,7 @@ class FakeWorker:
         self.claimed: list[Request] = []
         self.accepted: list[Request] = []
         self.active: dict[str, asyncio.Task[None]] = {}
+        self._endings: list[asyncio.Task[None]] = []
         self.cancelled: list[tuple[str, int]] = []
         self.dead = False
         self._tasks: list[asyncio.Task[None]] = []
@@ -147,6 +148,7 @@ class FakeWorker:
         """As kill -9: no goodbye; the lease lapses."""
         self.dead = True
         await end_tasks([*self._tasks, *self.active.values()])
+        await asyncio.gather(*self._endings)
         self.active.clear()
 
     async def retire(self) -> None:
@@ -196,7 +198,8 @@ class FakeWorker:
                         self.cancelled.append((cancel.request_id, cancel.epoch))
                         task = self.active.get(cancel.request_id)
                         if task is not None and task.get_name() <= f"{cancel.epoch:09}":
-                            task.cancel()
+                            # Once is not enough: redis-py may lose a cancel.
+                            self._endings.append(asyncio.create_task(end_tasks([task])))
             yield
 
     async def _claim(self) -> AsyncIterator[None]:
