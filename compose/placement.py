@@ -13,14 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pageferry.kvtransfer.host_memory import default_pool_bytes
 from pageferry.kvtransfer.layout import DTYPE_BYTES
 from pageferry.kvtransfer.settings import SettingsError, WorkerSettings
 
 PROCESS_BYTES = 400 * 2**20
 """Resident memory of a worker without weights and pool, measured with torch 2.13 on CPU."""
-
-MAX_DEFAULT_KV_BYTES = 4096 * 2**20
-"""See `WorkerSettings.kv_memory_mib`: a worker takes a tenth of the free memory, at most this."""
 
 TOPOLOGY = Path("/sys/devices/system/cpu")
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/gpus")
@@ -101,7 +99,7 @@ def weight_bytes(model_dir: Path, dtype: str) -> int:
 def pool_bytes(model_dir: Path, settings: WorkerSettings, available: int) -> int:
     """Memory of one worker's KV pool."""
     if not settings.num_pages:
-        return settings.kv_memory_mib * 2**20 or min(available // 10, MAX_DEFAULT_KV_BYTES)
+        return settings.kv_memory_mib * 2**20 or default_pool_bytes(available)
     config: dict[str, Any] = json.loads((model_dir / "config.json").read_text())
     config = config.get("text_config", config)
     heads = config["num_attention_heads"]

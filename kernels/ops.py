@@ -28,14 +28,6 @@ def _on_triton(x: Tensor) -> bool:
     return HAS_TRITON and x.is_cuda
 
 
-def store_kv(k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
-    """Write k, v [T, Hkv, D] into `kv_layer` [pages, 2, Hkv, ps, D]; slot -1 is skipped."""
-    if _on_triton(k):
-        triton_attention.store_kv(k, v, kv_layer, slot_mapping)
-    else:
-        reference.store_kv(k, v, kv_layer, slot_mapping)
-
-
 def paged_attention(
     q: Tensor, kv_layer: Tensor, batch: AttentionBatch, scale: float, window: int | None
 ) -> Tensor:
@@ -64,13 +56,6 @@ def fused_add_rms_norm(
     if _on_triton(x):
         return triton_ops.fused_add_rms_norm(x, residual, weight, eps)
     return reference.fused_add_rms_norm(x, residual, weight, eps)
-
-
-def rope(q: Tensor, k: Tensor, cos_sin_table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate-half by position; cos_sin_table float32 [max_positions, D] (cos | sin)."""
-    if _on_triton(q):
-        return triton_ops.rope(q, k, cos_sin_table, positions)
-    return reference.rope(q, k, cos_sin_table, positions)
 
 
 def rope_store(

@@ -6,6 +6,12 @@ from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
+MAX_DEFAULT_POOL_BYTES = 4096 << 20
+
+
+def default_pool_bytes(available: int) -> int:
+    """KV pool of a CPU worker that was told no size: a tenth of the memory, at most 4 GiB."""
+    return min(available // 10, MAX_DEFAULT_POOL_BYTES)
 
 
 def available_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> tuple[int, str]:

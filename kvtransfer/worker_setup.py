@@ -24,7 +24,7 @@ from pageferry.kvtransfer.core_flag import CoreFlag
 from pageferry.kvtransfer.cuda_store import TensorStore
 from pageferry.kvtransfer.device_health import Cuda, HealthMonitor
 from pageferry.kvtransfer.handoff import Identity, host_id
-from pageferry.kvtransfer.host_memory import available_bytes
+from pageferry.kvtransfer.host_memory import available_bytes, default_pool_bytes
 from pageferry.kvtransfer.keys import Keys
 from pageferry.kvtransfer.layout import KVLayout
 from pageferry.kvtransfer.memory import PageStore, PoolMemory
@@ -34,7 +34,6 @@ from pageferry.kvtransfer.pool import PagePool
 from pageferry.kvtransfer.settings import DecodeSettings, SettingsError, WorkerSettings
 from pageferry.kvtransfer.wire import WorkerRecord
 
-MAX_DEFAULT_KV_MIB = 4096
 MIN_PAGES = 4
 HEALTH_INTERVAL_S = 1.0
 
@@ -179,7 +178,7 @@ def _allocate(
     """
     if device.type == "cpu":
         free, _ = available_bytes()
-        budget = min(free // 10, MAX_DEFAULT_KV_MIB << 20)
+        budget = default_pool_bytes(free)
     else:
         free, total = torch.cuda.mem_get_info(device)
         # Counted by what we took ourselves, so that workers sharing a card do not depend on

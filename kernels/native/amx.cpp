@@ -488,20 +488,12 @@ void attend_bf16(const Attend &a) {
 }
 
 const Backend &backend() {
-  static const Backend backend = {
-      .bf16_activations = true,
-      .block_f32 = block<float>,
-      .block_bf16 = tile_block,
-      .finish_f32 = finish<float>,
-      .finish_bf16 = finish<bf16>,
-      .norm_f32 = norm<float>,
-      .norm_bf16 = norm<bf16>,
-      .rope_f32 = rope<float>,
-      .rope_bf16 = rope<bf16>,
-      .attend_f32 = each_head<attend<float, float>, 4>,
-      .attend_bf16 = attend_bf16,
-      .begin = configure,
-  };
+  static const Backend backend = [] {
+    Backend b = bf16_backend(attend_bf16);
+    b.block_bf16 = tile_block;
+    b.begin = configure;
+    return b;
+  }();
   return backend;
 }
 

@@ -320,5 +320,16 @@ struct DotKernel {
 
 constexpr int64_t FEW_TOKENS = 4;  // up to here, rows one by one are faster than a block of keys
 
+// The backend of a level with AVX512-BF16, whose attention over bfloat16 pages is `attend`.
+inline Backend bf16_backend(void (*attend)(const Attend &)) {
+  Backend b = vector_backend;
+  b.bf16_activations = true;
+  b.block_bf16 = dot_block;
+  b.finish_bf16 = finish<bf16>;
+  b.norm_bf16 = norm<bf16>;
+  b.attend_bf16 = attend;
+  return b;
+}
+
 }  // namespace PF_ISA
 }  // namespace pf

@@ -1,7 +1,5 @@
-// Levels, packing, and the order of work: the forward pass over all layers.
-#include <atomic>
-#include <chrono>
-#include <cmath>
+// Packing, and the order of work: the forward pass over all layers.
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <vector>
@@ -33,8 +31,7 @@ struct Buffer {
   ~Buffer() { std::free(data); }
 };
 
-// Of one forward pass; a thread that computes keeps them. `dirty_width` guards the zeros behind
-// the columns of activations: another model of another width clears them.
+// Of one forward pass; a thread that computes keeps them.
 struct Workspace {
   Buffer residual, x, qkv, attention, inner;
 };

