@@ -13,7 +13,7 @@ from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("kernels/native")
 COMMON = [
-    *("-std=c++20", "-O3", "-fno-math-errno", "-fvisibility=hidden", "-g0"),
+    *("-std=c++20", "-O3", "-fno-math-errno", "-ffp-contract=off", "-fvisibility=hidden", "-g0"),
     *("-Wno-psabi", "-Wno-ignored-attributes", "-Wno-maybe-uninitialized"),
 ]
 AVX2 = ["-mavx2", "-mfma"]

@@ -27,6 +27,7 @@ from torch import Tensor
 from pageferry.kernels import native, native_model, ops
 from pageferry.kernels.batch import AttentionBatch
 from pageferry.kernels.config import ModelConfig
+from pageferry.kernels.devices import DeviceError
 from pageferry.kernels.head_norms import HeadNorms
 from pageferry.kernels.native_model import NativeDecoder
 from pageferry.kernels.rope import cos_sin_table
@@ -161,21 +162,33 @@ Model = Decoder | NativeDecoder
 
 
 def load_model(
-    path: Path, device: torch.device, dtype: torch.dtype, max_positions: int | None = None
+    path: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_positions: int | None = None,
+    deterministic: bool = False,
 ) -> Model:
     """Load a directory of config.json and safetensors.
 
     `max_positions` limits the rotation table, which takes 4 * head_dim bytes per position.
-    Raises `UnsupportedModel` for the configuration, `BadCheckpoint` for the weights.
+    `deterministic`: the bits of a row, and of its K/V, depend on its sequence alone.
+    Raises `UnsupportedModel` for the configuration, `BadCheckpoint` for the weights, `DeviceError`
+    where nothing computes deterministically.
     """
     config = ModelConfig.from_dir(path)
+    lib = native.library() if native_model.usable(config, device, dtype) else None
+    if deterministic and lib is None:
+        raise DeviceError(
+            "deterministic: only the C++ kernels compute a row alike in every batch, and they are "
+            f"not what computes {str(dtype).removeprefix('torch.')} on {device} here; use a CPU, "
+            "bfloat16 or float32, and an installation that had a C++ compiler"
+        )
     checkpoint = open_checkpoint(path)
     loader = _Loader(checkpoint, config, device, dtype)
     limit = min(max_positions or config.max_position_embeddings, config.max_position_embeddings)
     ends = loader.ends(cos_sin_table(config.rope, config.head_dim, limit).to(device))
-    lib = native.library()
-    if lib is not None and native_model.usable(config, device, dtype):
-        packer = native_model.Packer(config, dtype, lib)
+    if lib is not None:
+        packer = native_model.Packer(config, dtype, lib, deterministic)
         packed = [
             packer.layer(loader.layer(i), config.windows[i]) for i in range(config.num_layers)
         ]

@@ -22,7 +22,7 @@ VARIABLE = "PAGEFERRY_CPU_KERNELS"
 LEVELS = ("base", "avx2", "avx512", "avx512_bf16", "amx")
 """Instruction sets, each a superset of those before it. `base` is what the compiler assumes."""
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 """Of `abi.h`; a library left over from another version of the sources is not used."""
 
 FLOAT32, BFLOAT16 = 0, 1
@@ -67,6 +67,7 @@ class ModelWeights(ctypes.Structure):
         ("head_dim", c_int64),
         ("intermediate", c_int64),
         ("page_size", c_int64),
+        ("deterministic", c_int64),
         ("eps", c_float),
         ("embedding_multiplier", c_float),
         ("residual_multiplier", c_float),

@@ -135,6 +135,7 @@ class Packer:
     config: ModelConfig
     dtype: torch.dtype
     lib: ctypes.CDLL
+    deterministic: bool = False
     memory: mmap.mmap = field(init=False)
     address: int = field(init=False)
     used: int = 0
@@ -193,6 +194,12 @@ class Packer:
         self.kept.append(tensor)
         return tensor.data_ptr()
 
+    def _identity(self, fingerprint: str) -> str:
+        """Bits are promised among workers that compute alike: mode and level are part of it."""
+        if not self.deterministic:
+            return fingerprint
+        return f"{fingerprint}+deterministic-{native.LEVELS[self.lib.pf_current_level()]}"
+
     def layer(self, layer: Layer, window: int | None) -> LayerWeights:
         return LayerWeights(
             qkv=self.matrix(layer.qkv, layer.qkv_bias),
@@ -218,6 +225,7 @@ class Packer:
             num_kv_heads=c.num_kv_heads,
             head_dim=c.head_dim,
             intermediate=c.intermediate_size,
+            deterministic=self.deterministic,
             eps=c.rms_eps,
             embedding_multiplier=c.embedding_multiplier,
             residual_multiplier=c.residual_multiplier,
@@ -233,7 +241,7 @@ class Packer:
         self.lib.pf_set_threads(torch.get_num_threads())
         return NativeDecoder(
             config=c,
-            fingerprint=fingerprint,
+            fingerprint=self._identity(fingerprint),
             dtype=self.dtype,
             max_positions=ends.rope_table.shape[0],
             num_bytes=self.used + sum(t.numel() * t.element_size() for t in tensors),

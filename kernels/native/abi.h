@@ -35,6 +35,7 @@ typedef struct {
 typedef struct {
   int64_t dtype;  // of the matrices and of the KV pages
   int64_t num_layers, hidden, num_heads, num_kv_heads, head_dim, intermediate, page_size;
+  int64_t deterministic;  // 1: a row's bits do not depend on what is computed with it
   float eps, embedding_multiplier, residual_multiplier, attention_scale;
   const pf_layer *layers;
   const float *final_norm;  // [hidden]

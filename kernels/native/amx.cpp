@@ -80,9 +80,26 @@ void tile_block(const Block &b) {
   b.blocks == 4 ? block_rows16(b) : block_rows32(b);
 }
 
+// ---------------------------------------------------------------- attention
+//
+// Decode rows and chunks give the same bits: both take keys in blocks of RUN from multiples of RUN,
+// 32 to a product of weights and values, in the order of lanes that is cheapest for decode rows.
+
+// Lane i of 16 keys holds key `key_of_lane(i)`.
+constexpr int64_t key_of_lane(int64_t i) { return i % 4 * 4 + i / 4; }
+
+// -inf for the lanes j .. j + 15 of `scores` whose keys are not in [low, high).
+inline void hide(float *scores, int64_t j, int64_t low, int64_t high) {
+  const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+  const __m512i key = _mm512_add_epi32(order, _mm512_set1_epi32((int)j));
+  __mmask16 out = _mm512_cmplt_epi32_mask(key, _mm512_set1_epi32((int)low)) |
+                  _mm512_cmpge_epi32_mask(key, _mm512_set1_epi32((int)high));
+  _mm512_mask_storeu_ps(scores + j, out, _mm512_set1_ps(-INFINITY));
+}
+
 // ---------------------------------------------------------------- prefill attention
 
-constexpr int64_t KEYS_AT_ONCE = 128;
+constexpr int64_t KEYS_AT_ONCE = RUN;
 constexpr int64_t TILE = 512;  // bfloat16 elements
 constexpr int64_t TOGETHER = 2;  // row tiles that take each step together: what one writes has
                                  // reached memory before a tile load wants it
@@ -153,14 +170,17 @@ inline void load_queries(const Attend &a, const Tiles &t, int64_t rows, int64_t 
 
 // Keys [first, first + count) and zeros behind them, as tiles.
 inline void load_keys(const Attend &a, const Tiles &t, int64_t first, int64_t count) {
-  const bf16 *at[KEYS_AT_ONCE];
+  const bf16 *at[KEYS_AT_ONCE];  // of each lane; null: a zero
   int64_t padded = round_up(count, 32);
-  for (int64_t j = 0; j < count; j++) at[j] = key_at<bf16>(a, first + j);
+  for (int64_t j = 0; j < padded; j++) {
+    int64_t key = j / 16 * 16 + key_of_lane(j % 16);
+    at[j] = key < count ? key_at<bf16>(a, first + key) : nullptr;
+  }
   for (int64_t j = 0; j < padded; j += 16)
     for (int64_t b = 0; b < t.key_blocks; b++) {
       __m512i row[16];
       for (int64_t i = 0; i < 16; i++)
-        row[i] = j + i < count
+        row[i] = at[j + i]
                      ? _mm512_maskz_loadu_epi16(columns(a.head_dim, 32 * b), at[j + i] + 32 * b)
                      : _mm512_setzero_si512();
       transpose16(row);
@@ -173,8 +193,8 @@ inline void load_keys(const Attend &a, const Tiles &t, int64_t first, int64_t co
     for (int64_t b = 0; b < t.value_blocks; b++) {
       __mmask16 mask = (__mmask16)columns(a.head_dim, 16 * b);
       __m256i even = _mm256_setzero_si256(), odd = even;
-      if (j < count) even = _mm256_maskz_loadu_epi16(mask, at[j] + a.value_offset + 16 * b);
-      if (j + 1 < count) odd = _mm256_maskz_loadu_epi16(mask, at[j + 1] + a.value_offset + 16 * b);
+      if (at[j]) even = _mm256_maskz_loadu_epi16(mask, at[j] + a.value_offset + 16 * b);
+      if (at[j + 1]) odd = _mm256_maskz_loadu_epi16(mask, at[j + 1] + a.value_offset + 16 * b);
       __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(even), odd, 1);
       bf16 *tile = t.values + (j / 32 * t.value_blocks + b) * TILE;
       _mm512_store_si512(tile + j % 32 / 2 * 32, _mm512_permutexvar_epi16(weave, both));
@@ -188,7 +208,7 @@ inline void score(const Tiles &t, int64_t row, int64_t keys) {
   for (int64_t j = 0; j < keys; j += 32) {
     const bf16 *tile = t.keys + j / 16 * step;
     _tile_zero(0);
-_tile_zero(1);
+    _tile_zero(1);
     for (int64_t b = 0; b < t.key_blocks; b++) {
       _tile_loadd(4, q + 32 * b, stride);
       _tile_loadd(5, tile + b * TILE, 64);
@@ -203,30 +223,10 @@ _tile_zero(1);
 
 // Scores of the row tile become weights `p`; sums and maxima go on, acc is scaled to them.
 inline void soften(const Attend &a, const Tiles &t, int64_t row, int64_t keys) {
-  const float scale = a.scale * LOG2E;
   for (int64_t r = 0; r < 16; r++) {
-    const float *s = t.scores + r * KEYS_AT_ONCE;
-    bf16 *p = t.p + r * KEYS_AT_ONCE;
-    __m512 top = _mm512_loadu_ps(s);
-    for (int64_t j = 16; j < keys; j += 16) top = _mm512_max_ps(top, _mm512_loadu_ps(s + j));
-    float old = t.maxima[row + r];
-    float best = _mm512_reduce_max_ps(top) * scale;
-    best = old > best ? old : best;
-    float base = best > -INFINITY ? best : 0;  // a row that has seen no key yet: weights are 0
-    F total = {};
-    for (int64_t j = 0; j < keys; j += 16) {
-      F e = (F)exp2_coarse((__m512)(load(s + j) * scale - base));
-      total += e;
-      store(p + j, e);
-    }
-    float sums = _mm512_reduce_add_ps((__m512)total);
-    if (best == old) {
-      t.sums[row + r] += sums;
-      continue;
-    }
-    float shrink = exp2(splat(old - base))[0];
-    t.maxima[row + r] = best;
-    t.sums[row + r] = t.sums[row + r] * shrink + sums;
+    float shrink = soften_row(t.scores + r * KEYS_AT_ONCE, keys, a.scale * LOG2E,
+                              t.p + r * KEYS_AT_ONCE, t.maxima + row + r, t.sums + row + r);
+    if (shrink == 1) continue;
     float *acc = t.acc + (row + r) * t.width;
     for (int64_t i = 0; i < t.width; i += 16) store(acc + i, load(acc + i) * shrink);
   }
@@ -268,12 +268,8 @@ inline void mask(const Attend &a, const Tiles &t, int64_t row, int64_t first, in
   for (int64_t r = 0; r < 16; r++) {
     int64_t own = a.position + (row + r) / a.group;
     int64_t high = own + 1 - first, low = window_start(a, own) - first;
-    float *s = t.scores + r * KEYS_AT_ONCE;
-    for (int64_t j = 0; j < keys; j += 16) {
-      if (j >= low && j + 16 <= high) continue;
-      for (int64_t i = j; i < j + 16; i++)
-        if (i < low || i >= high) s[i] = -INFINITY;
-    }
+    for (int64_t j = 0; j < keys; j += 16)
+      if (j < low || j + 16 > high) hide(t.scores + r * KEYS_AT_ONCE, j, low, high);
   }
 }
 
@@ -297,7 +293,8 @@ void attend_tiles(const Attend &a) {
   const int64_t end = a.position + a.tokens;
   Tiles t = carve(a, padded);
   load_queries(a, t, rows, padded);
-  for (int64_t first = window_start(a, a.position); first < end; first += KEYS_AT_ONCE) {
+  int64_t first = window_start(a, a.position) / KEYS_AT_ONCE * KEYS_AT_ONCE;
+  for (; first < end; first += KEYS_AT_ONCE) {
     int64_t count = end - first < KEYS_AT_ONCE ? end - first : KEYS_AT_ONCE;
     load_keys(a, t, first, count);
     for (int64_t row = 0; row < padded; row += 16 * TOGETHER) {
@@ -334,11 +331,16 @@ void attend_tiles(const Attend &a) {
 // times as fast. Tiles 0-3: results of four heads, 16 columns each; 4: keys or values; 5: queries
 // of four heads; 6: scores; 7: weights of four heads for 32 keys.
 //
-// Scores come as [16 keys, 4 heads] and are turned into one vector a head, whose lane 4 i + e is
-// key 4 e + i; values are woven in the same order. Weaving leaves columns in groups of four: of 32,
-// groups 0, 2, 4, 6 in one tile, 1, 3, 5, 7 in the next.
+// Scores come as [16 keys, 4 heads] and are turned into one vector a head, in the order of
+// `key_of_lane`; values are woven in the same order. Weaving leaves columns in groups of four: of
+// 32, groups 0, 2, 4, 6 in one tile, 1, 3, 5, 7 in the next.
 struct TileKernel {
-  static constexpr int64_t ALIGN = 16;
+  static constexpr int64_t ALIGN = 32;
+
+  static int64_t fetches(const Attend &a, int64_t keys) {
+    return round_up(keys, 16) / 16 * (a.head_dim / 32) * 4 +
+           round_up(keys, 32) / 32 * ((a.head_dim + 63) / 64) * 16;
+  }
 
   static bool fits(const Attend &a) { return a.head_dim % 32 == 0 && a.page_size % 16 == 0; }
 
@@ -350,10 +352,12 @@ struct TileKernel {
 
   // Queries as pairs of columns: [head_dim / 2, 4 heads, 2].
   static void begin(const Attend &a, Chunk c, int64_t head, Row *row) {
-    bf16 *q = row->q + c.first * row->wide;
+    bf16 *q = row->q + c.first * row->wide, part[LANES];
     for (int64_t g = 0; g < c.count; g++)
-      for (int64_t i = 0; i < a.head_dim; i++)
-        narrow(a.q[(head + g) * a.head_dim + i], q + (i / 2 * 4 + g) * 2 + i % 2);
+      for (int64_t i = 0; i < a.head_dim; i += LANES) {
+        store(part, load(a.q + (head + g) * a.head_dim + i));
+        for (int64_t j = 0; j < LANES; j++) q[((i + j) / 2 * 4 + g) * 2 + j % 2] = part[j];
+      }
   }
 
   static void turn(float *scores, int64_t j, float *out) {
@@ -369,25 +373,12 @@ struct TileKernel {
     _mm512_storeu_ps(out + 3 * RUN + j, _mm512_castpd_ps(_mm512_unpackhi_pd(b, d)));
   }
 
-  // Key of each lane.
-  static __m512i lane_keys() {
-    return _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
-  }
-
-  static void hide(const Run &run, int64_t j, float *scores) {
-    __m512i key = _mm512_add_epi32(lane_keys(), _mm512_set1_epi32((int)j));
-    __mmask16 out = _mm512_cmplt_epi32_mask(key, _mm512_set1_epi32((int)run.hidden)) |
-                    _mm512_cmpge_epi32_mask(key, _mm512_set1_epi32((int)run.count));
-    for (int g = 0; g < 4; g++)
-      _mm512_mask_storeu_ps(scores + g * RUN + j, out, _mm512_set1_ps(-INFINITY));
-  }
-
   // 32 keys from j on, 64 columns from i on, as tiles. Keys behind the last count as zeros: their
   // slots may hold anything.
   static void weave(const Run &run, int64_t j, int64_t offset, int64_t columns32, bf16 *tiles,
-                    const Ahead *ahead) {
+                    Ahead *ahead) {
     for (int64_t pair = 0; pair < 16; pair++) {
-      for (int64_t k = 0; ahead && k < 2; k++) ahead->fetch(j + 2 * pair + k, offset);
+      ahead->fetch();
       int64_t even = j + pair / 8 * 16 + pair % 8 / 2 + pair % 2 * 8, odd = even + 4;
       const bf16 *a = run.keys[even] + offset, *b = run.keys[odd] + offset;
       __mmask32 has_even = even < run.count ? ~0u : 0, has_odd = odd < run.count ? ~0u : 0;
@@ -400,7 +391,7 @@ struct TileKernel {
     }
   }
 
-  static void run(const Attend &a, const Run &run, Chunk c, Row *row, const Ahead &ahead) {
+  static void run(const Attend &a, const Run &run, Chunk c, Row *row, Ahead *ahead) {
     const int64_t d = a.head_dim, offset = c.kv_head * a.head_stride;
     const int64_t used = round_up(run.count, 32);
     const bf16 *q = row->q + c.first * row->wide;
@@ -408,9 +399,9 @@ struct TileKernel {
     alignas(64) bf16 tiles[RUN / 32][4 * TILE];
     written();
     for (int64_t j = 0; j < run.count; j += 16) {
-      for (int64_t i = 0; i < 16; i++) ahead.fetch(j + i, offset);
       _tile_zero(6);
       for (int64_t i = 0; i < d; i += 32) {
+        for (int k = 0; k < 4; k++) ahead->fetch();
         _tile_loadd(4, run.keys[j] + offset + i, d * 2);
         _tile_loadd(5, q + i * 4, 16);
         _tile_dpbf16ps(6, 4, 5);
@@ -420,7 +411,7 @@ struct TileKernel {
     for (int64_t i = 0; i < d; i += 64) {
       int64_t columns32 = d - i < 64 ? 1 : 2;
       for (int64_t j = 0; j < used; j += 32) {
-        weave(run, j, offset + a.value_offset + i, columns32, tiles[j / 32], i ? nullptr : &ahead);
+        weave(run, j, offset + a.value_offset + i, columns32, tiles[j / 32], ahead);
       }
       if (i == 0) soften_chunk(a, run, scores, c, row);
       float *acc = row->acc + c.first * row->wide + i;
@@ -450,10 +441,11 @@ struct TileKernel {
 
   // Scores [keys, 4 heads] become weights; what the chunk has so far is scaled to the new maxima.
   static void soften_chunk(const Attend &a, const Run &run, float *scores, Chunk c, Row *row) {
-    const int64_t used = round_up(run.count, 16);
+    const int64_t used = round_up(run.count, 16), low = window_start(a, a.position) - run.first;
     for (int64_t j = 0; j < used; j += 16) {
       turn(scores + j * 4, j, row->scores);
-      if (j < run.hidden || j + 16 > run.count) hide(run, j, row->scores);
+      if (j < low || j + 16 > run.count)
+        for (int64_t g = 0; g < c.count; g++) hide(row->scores + g * RUN, j, low, run.count);
     }
     if (used % 32)  // the second half of the last pair of tiles
       for (int64_t g = 0; g < MAX_GROUP; g++) store(row->p + g * RUN + used, F{});
@@ -480,8 +472,9 @@ struct TileKernel {
 };
 
 void attend_bf16(const Attend &a) {
-  if (a.tokens >= FEW_TOKENS) return each_head<attend_tiles, 2>(a);
-  if (!TileKernel::fits(a)) return attend_rows<DotKernel>(a);
+  const bool fits = TileKernel::fits(a);
+  if (a.tokens >= FEW_TOKENS || (a.deterministic && !fits)) return each_head<attend_tiles, 2>(a);
+  if (!fits) return attend_rows<DotKernel>(a);
   TileKernel::configure();
   attend_rows<TileKernel>(a);
   configure();

@@ -5,8 +5,9 @@
 namespace pf {
 namespace avx512_bf16 {
 
+// Rows one by one: of a long chunk head by head, whose keys then stay in the second level cache.
 inline void attend_bf16(const Attend &a) {
-  a.tokens < FEW_TOKENS ? attend_rows<DotKernel>(a) : each_head<attend<bf16, bf16>, 2>(a);
+  a.tokens < FEW_TOKENS ? attend_rows<DotKernel>(a) : each_head<attend_rows<DotKernel>, 2>(a);
 }
 
 const Backend &backend() {

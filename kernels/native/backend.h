@@ -77,6 +77,7 @@ struct Attend {
   const int32_t *block_table;
   const Attend *next;  // what this thread computes next, or null: its first keys are prefetched
   float scale;
+  bool deterministic;  // the same bits for a token in whatever chunk it comes
   void *scratch;  // SCRATCH bytes, 64-byte aligned
 };
 

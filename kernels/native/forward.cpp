@@ -243,6 +243,7 @@ void attend(const pf_model &m, const pf_batch &batch, const pf_layer &layer, Row
     a.page_size = m.page_size;
     a.block_table = batch.block_tables + p.seq * batch.table_stride;
     a.scale = m.attention_scale;
+    a.deterministic = m.deterministic;
     a.scratch = scratch.get<char>(SCRATCH);
     return a;
   };

@@ -196,7 +196,7 @@ void parallel(int64_t count, void (*task)(int64_t, void *), void *context) {
 
 extern "C" {
 
-int64_t pf_abi_version(void) { return 1; }
+int64_t pf_abi_version(void) { return 2; }
 
 int64_t pf_best_level(void) { return pf::best(); }
 

@@ -8,8 +8,10 @@
 #include <string.h>
 
 #include "backend.h"
-#if PF_LANES == 16
+#if PF_LANES >= 8
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace pf {
@@ -23,6 +25,21 @@ typedef uint16_t H __attribute__((vector_size(2 * PF_LANES)));
 
 inline F splat(float value) { return value - F{}; }
 inline U bits(F v) { return (U)v; }
+
+// a * b + c, rounded once where there is an instruction for it. The compiler fuses nothing by itself
+// (-ffp-contract=off): a row's bits must not depend on which copy of a loop computes it.
+inline F fma(F a, F b, F c) {
+#if PF_LANES == 16
+  return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif PF_LANES == 8
+  return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (F)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+inline F fma(float a, F b, F c) { return fma(splat(a), b, c); }
 
 inline F load(const float *p) {
   F v;
@@ -119,12 +136,12 @@ inline F exp2(F x) {
   F shifted = safe + magic;
   F f = safe - (shifted - magic);
   F p = splat(1.5403530e-4f);
-  p = p * f + 1.3333558e-3f;
-  p = p * f + 9.6181291e-3f;
-  p = p * f + 5.5504109e-2f;
-  p = p * f + 2.4022651e-1f;
-  p = p * f + 6.9314718e-1f;
-  p = p * f + 1.0f;
+  p = fma(p, f, splat(1.3333558e-3f));
+  p = fma(p, f, splat(9.6181291e-3f));
+  p = fma(p, f, splat(5.5504109e-2f));
+  p = fma(p, f, splat(2.4022651e-1f));
+  p = fma(p, f, splat(6.9314718e-1f));
+  p = fma(p, f, splat(1.0f));
   F scaled = (F)(bits(p) + (bits(shifted) << 23));
   return choose_less(x, splat(-126.0f), F{}, scaled);
 }

@@ -34,12 +34,13 @@ template <class W, int R> inline void block_rows(const Block &b, int64_t index, 
     for (int v = 0; v < VECTORS; v++) weights(w, k, v, even + v, odd + v);
     for (int r = 0; r < R; r++)
       for (int v = 0; v < VECTORS; v++)
-        acc[r][v] += x[r * b.stride + k] * even[v] + x[r * b.stride + k + 1] * odd[v];
+        acc[r][v] += fma(x[r * b.stride + k + 1], odd[v], x[r * b.stride + k] * even[v]);
   }
   if (k < b.k)  // only float32, whose inputs are not padded
     for (int r = 0; r < R; r++)
       for (int v = 0; v < VECTORS; v++)
-        acc[r][v] += x[r * b.stride + k] * load((const float *)b.w[index] + k * WIDTH + v * LANES);
+        acc[r][v] = fma(x[r * b.stride + k],
+                        load((const float *)b.w[index] + k * WIDTH + v * LANES), acc[r][v]);
   float *out = b.out + (index * ROWS + row) * WIDTH;
   for (int r = 0; r < R; r++)
     for (int v = 0; v < VECTORS; v++) store(out + r * WIDTH + v * LANES, acc[r][v]);
@@ -67,7 +68,7 @@ template <class A> void finish(const Epilogue &e) {
         continue;
       }
       float *out = (float *)e.out + r * e.stride + c;
-      if (e.write == Write::add) value = load_part(out, n) + e.scale * value;
+      if (e.write == Write::add) value = fma(e.scale, value, load_part(out, n));
       store_part(out, value, n);
     }
 }
@@ -78,7 +79,7 @@ template <class X> inline float inverse_rms(const X *x, int64_t width, float eps
   F squares = {};
   for (int64_t i = 0; i < width; i += LANES) {
     F v = load_part(x + i, width - i);
-    squares += v * v;
+    squares = fma(v, v, squares);
   }
   return 1.0f / sqrtf(sum(squares) / width + eps);
 }
@@ -169,7 +170,7 @@ template <class T, class A> void attend(const Attend &a) {
       F scores[KEYS / LANES] = {};
       for (int64_t i = 0; i < d; i++)
         for (int64_t v = 0; v < KEYS / LANES; v++)
-          scores[v] += q[i] * load(keys + i * KEYS + v * LANES);
+          scores[v] = fma(q[i], load(keys + i * KEYS + v * LANES), scores[v]);
       float p[KEYS], best = maxima[r];
       for (int64_t v = 0; v < KEYS / LANES; v++) store(p + v * LANES, scores[v] * (a.scale * LOG2E));
       for (int64_t j = 0; j < KEYS; j++) {
@@ -189,7 +190,7 @@ template <class T, class A> void attend(const Attend &a) {
       for (int64_t i = 0; i < wide; i += LANES) {
         F value = load(o + i) * shrink;
         for (int64_t j = low > 0 ? low : 0; j < (high < KEYS ? high : KEYS); j++)
-          value += p[j] * load(values + j * wide + i);
+          value = fma(p[j], load(values + j * wide + i), value);
         store(o + i, value);
       }
     }
