@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from pageferry.kvtransfer.bus import TRANSIENT, Client
+from pageferry.kvtransfer.bus import TRANSIENT, Client, is_state
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,8 @@ MAX_BATCH_BYTES = 2**20
 MAX_JOBS = 100_000
 MAX_PAUSE_S = 1.0
 MAX_REFUSALS = 100
-"""Times that Redis may refuse (not: be away for) a job with `keep` before it is given up."""
+"""Times that Redis may refuse a job with `keep` before it is given up. That it is full or otherwise
+unable to write at the moment does not count."""
 
 Command: TypeAlias = tuple[str | bytes | int, ...]
 Done: TypeAlias = Callable[[list[Any], Exception | None], None]
@@ -62,6 +63,8 @@ class RedisHealth:
     def __init__(self) -> None:
         self.up = False
         self.error = "not connected yet"
+        self.moves = 0
+        """How often another server process has answered: connections may lead to the former."""
 
     def good(self) -> None:
         if not self.up:
@@ -76,10 +79,26 @@ class RedisHealth:
         self.up = False
 
 
+class Follower:
+    """Lets a client leave the server that Redis has moved away from."""
+
+    def __init__(self, client: Client, health: RedisHealth) -> None:
+        self._client = client
+        self._health = health
+        self._moves = health.moves
+
+    async def follow(self) -> None:
+        """Between commands: drop connections that may lead to the former server."""
+        if self._moves != self._health.moves:
+            self._moves = self._health.moves
+            await self._client.connection_pool.disconnect()
+
+
 class Outbox:
     def __init__(self, client: Client, health: RedisHealth) -> None:
         self._client = client
         self._health = health
+        self._follower = Follower(client, health)
         self._jobs: collections.deque[Job] = collections.deque()
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -104,6 +123,7 @@ class Outbox:
             await self._wake.wait()
             batch = self._next_batch()
             try:
+                await self._follower.follow()
                 refused = await self._execute(batch) if batch else []
                 failures = failures + 1 if refused else 0
             except TRANSIENT as error:
@@ -146,8 +166,8 @@ class Outbox:
             error = next((r for r in own if isinstance(r, Exception)), None)
             if error is None:
                 job.done(own, None)
-            elif job.keep and job.refusals < MAX_REFUSALS:
-                job.refusals += 1
+            elif job.keep and (is_state(error) or job.refusals < MAX_REFUSALS):
+                job.refusals += not is_state(error)
                 repeat.append(job)
             else:
                 log.warning("Redis refused: %s: %s", type(error).__name__, error)

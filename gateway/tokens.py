@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from pageferry.gateway.outbox import RedisHealth
+from pageferry.gateway.outbox import Follower, RedisHealth
 from pageferry.kvtransfer.bus import TRANSIENT, Client
 from pageferry.kvtransfer.keys import FIELD
 from pageferry.kvtransfer.wire import Event, WireError, unpack_events
@@ -52,6 +52,7 @@ class TokenReader:
         self._losses = losses
         self._loop = asyncio.get_running_loop()
         self._health = health
+        self._follower = Follower(client, health)
         self._last = START
         self._seen_losses = 0
         self._untrimmed = 0
@@ -73,6 +74,7 @@ class TokenReader:
         if self._losses() != self._seen_losses:
             self._seen_losses = self._losses()
             self._last = START
+        await self._follower.follow()
         reply = await self._client.xread(
             {self._stream: self._last}, count=READ_COUNT, block=int(BLOCK_S * 1000)
         )

@@ -1,6 +1,7 @@
 """Every Redis key, in one place.
 
-The model id is the hash tag, so that Redis Cluster keeps all keys of one model in one slot.
+The model id is the hash tag, so that Redis Cluster keeps all keys of one model in one slot. The
+characters that mean something in a hash tag are percent-encoded in it.
 
 | key | type | who writes | who reads |
 |---|---|---|---|
@@ -9,6 +10,7 @@ The model id is the hash tag, so that Redis Cluster keeps all keys of one model 
 | `tokens:<gateway>` | stream | workers | that gateway |
 | `control` | stream, no group | gateways | every worker |
 | `worker:<id>` | string with expiry (the lease) | that worker | everyone |
+| `left:<id>` | string, a minute | a worker that leaves on purpose | gateways: that was no death |
 | `workers` | set of worker ids | workers, gateways (pruning) | everyone |
 | `gateway:<id>` | string with expiry (the lease) | that gateway | workers |
 | `dead` | stream, bounded | gateways | operators |
@@ -38,7 +40,10 @@ class Keys:
     model: str
 
     def _key(self, tail: str) -> str:
-        return f"pf:{{{self.model}}}:{tail}"
+        tag = self.model
+        for special in "%{}":
+            tag = tag.replace(special, f"%{ord(special):02X}")
+        return f"pf:{{{tag}}}:{tail}"
 
     def prefill_queue(self, queue_class: str) -> str:
         return self._key(f"prefill:{queue_class}")
@@ -59,6 +64,9 @@ class Keys:
 
     def worker(self, worker_id: str) -> str:
         return self._key(f"worker:{worker_id}")
+
+    def left(self, worker_id: str) -> str:
+        return self._key(f"left:{worker_id}")
 
     @property
     def workers(self) -> str:

@@ -1,23 +1,39 @@
 """A worker's side of Redis: heartbeat, control messages, token emission, liveness of gateways.
 
-Everything here runs on the worker's event loop. The engine thread only calls `emit`, which never
-blocks and wakes the loop once for all that the loop has not yet looked at. Tasks survive Redis
-outages: they wait, reconnect and go on; what is unsent meanwhile stays in a bounded buffer.
+Everything here runs on the worker's event loop, but the beats themselves (`heartbeat`). The engine
+thread only calls `emit`, which never blocks and wakes the loop once for all that the loop has not
+yet looked at. Tasks survive Redis outages: they wait, reconnect and go on; what is unsent meanwhile
+stays in a bounded buffer.
+
+A beat's answer tells when Redis may have lost what it had accepted: the lease was not there, or
+another server process answered (restart, failover). Then every connection is made anew, because
+some may still lead to the former server, and the control stream is read again from its beginning.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
-from pageferry.kvtransfer.bus import TRANSIENT, Client, connect, publish_worker, retire_worker
+from pageferry.kvtransfer.bus import (
+    DENIED,
+    TOKENS_LIFETIME_LEASES,
+    TRANSIENT,
+    Client,
+    connect,
+    publish_worker,
+    retire_worker,
+)
+from pageferry.kvtransfer.heartbeat import BEATS_PER_LEASE, Heartbeat, Patient, never_stuck
 from pageferry.kvtransfer.keys import FIELD, Keys
 from pageferry.kvtransfer.tasks import end_tasks
 from pageferry.kvtransfer.wire import (
     Cancel,
+    Drain,
     Event,
     WireError,
     WorkerRecord,
@@ -35,6 +51,9 @@ MAX_TOKEN_ENTRIES = 100_000
 """Bound of a `tokens:<gateway>` stream whose gateway does not read."""
 
 BLOCK_S = 2.0
+ARRIVE_S = 1.0
+SAY_AGAIN = 30
+"""Failures in a row, about a second apart, after which the log says it once more."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +62,15 @@ class BusCallbacks:
 
     record: Callable[[], WorkerRecord]
     cancelled: Callable[[list[Cancel]], None]
+    drain: Callable[[], None]
+    """An operator wants this worker to finish or hand over what it has, and to leave."""
     active_gateways: Callable[[], set[str]]
     """Gateways that this worker holds requests of."""
     gateway_lost: Callable[[str], None]
     failed: Callable[[BaseException], None]
-    """A task ended with this exception, which is a bug: a worker must not go on half dead."""
+    """The worker cannot go on: a task or the engine is broken, or Redis does not let it in."""
+    stuck: Callable[[], str] = never_stuck
+    """Why the engine does not count as alive, else empty; called in another thread."""
 
 
 async def forever(
@@ -63,7 +86,7 @@ async def forever(
             failures = 0
         except TRANSIENT as error:
             failures += 1
-            if failures == 1:
+            if failures % SAY_AGAIN == 1:
                 log.warning("%s: Redis: %s: %s", name, type(error).__name__, error)
             await asyncio.sleep(min(max_pause_s, 0.05 * 2 ** min(failures, 10)))
 
@@ -73,7 +96,7 @@ class WorkerBus:
 
     def __init__(self, url: str, keys: Keys, lease_s: float, callbacks: BusCallbacks) -> None:
         self.keys = keys
-        self.client: Client = connect(url, max_block_s=BLOCK_S)
+        self.client: Client = connect(url, keys, max_block_s=BLOCK_S)
         # A connection of its own for tokens: 75 us of CPU a step instead of 125 through the pool.
         self._token_client: Client = self.client.client()
         self._lease_s = lease_s
@@ -85,26 +108,36 @@ class WorkerBus:
         self._sending = False
         self._wake = asyncio.Event()
         self._is_waking = False
-        self._control_id = b"$"
+        self._control_id = b""
+        self._arrived = asyncio.Event()
         self._missed: dict[str, int] = {}
+        self._sent_to: set[str] = set()
+        """Gateways whose token stream needs a new expiry."""
+        self._server = ""
+        self._doubt = asyncio.Event()
+        self._record: WorkerRecord | None = None
+        """What the next beat publishes."""
+        patient = Patient(self._beat, callbacks.failed, callbacks.stuck)
+        self._heartbeat = Heartbeat(url, keys, lease_s, patient)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Note where the control stream ends, then run the background tasks.
+        """Start the background tasks: they arrive when Redis is there, now or later.
 
-        The control position is taken before the worker registers, so no cancel for a request that
-        it may be given can be missed. `RedisError` or `OSError` when Redis is not there.
+        Returns after the arrival, or after `ARRIVE_S` without.
         """
-        last = await self.client.xrevrange(self.keys.control, count=1)
-        self._control_id = last[0][0] if last else b"0-0"
         steps = {
-            "heartbeat": self._heartbeat,
             "control": self._read_control,
+            "record": self._say_record,
             "emit": self._send,
             "gateways": self._check_gateways,
+            "server": self._begin_anew,
         }
         for name, step in steps.items():
             self._tasks.append(self.spawn(name, step))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ARRIVE_S):
+                await self._arrived.wait()
 
     def spawn(self, name: str, step: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
         """Run `step` for ever in a task whose unexpected end ends the worker."""
@@ -127,29 +160,69 @@ class WorkerBus:
 
     async def publish(self) -> None:
         """Renew the lease and publish the record now."""
-        await publish_worker(self.client, self.keys, self._callbacks.record(), self._lease_s)
+        self._record = self._callbacks.record()
+        await publish_worker(self.client, self.keys, self._record, self._lease_s)
+
+    async def flushed(self) -> None:
+        """Return when Redis has everything that was emitted before; the caller sets a bound."""
+        while self._unsent or self._sending:
+            self._wake.set()
+            await asyncio.sleep(0.005)
 
     async def close(self, worker_id: str, flush_s: float = 2.0) -> None:
         """Send what is unsent (within `flush_s` seconds), leave the registry, disconnect."""
         try:
             async with asyncio.timeout(flush_s):
-                while self._unsent or self._sending:
-                    self._wake.set()
-                    await asyncio.sleep(0.01)
+                await self.flushed()
                 await end_tasks(self._tasks)
-                await retire_worker(self.client, self.keys, worker_id)
+                await asyncio.to_thread(self._heartbeat.stop)
+                on_purpose = self._callbacks.record().state == "draining"
+                await retire_worker(self.client, self.keys, worker_id, on_purpose=on_purpose)
         except TRANSIENT as error:
             log.warning("leaving the registry failed: %s: %s", type(error).__name__, error)
-        for task in self._tasks:
-            task.cancel()
+        await end_tasks(self._tasks)
+        await asyncio.to_thread(self._heartbeat.stop)
         await self._token_client.aclose()
         await self.client.aclose()
 
-    async def _heartbeat(self) -> None:
-        await self.publish()
-        await asyncio.sleep(self._lease_s / 3)
+    async def _say_record(self) -> None:
+        await self._arrived.wait()
+        self._record = self._callbacks.record()
+        self._heartbeat.say()
+        await asyncio.sleep(self._lease_s / BEATS_PER_LEASE)
+
+    async def _beat(self, client: Client) -> None:
+        """Runs in the heartbeat's thread."""
+        assert self._record is not None, "the heartbeat began before the worker had a record"
+        renewal = await publish_worker(client, self.keys, self._record, self._lease_s)
+        if self._server and (renewal.lapsed or renewal.server != self._server):
+            log.warning("Redis is another server, or our lease had lapsed: all is read again")
+            self._loop.call_soon_threadsafe(self._doubt.set)
+        self._server = renewal.server
+
+    async def _begin_anew(self) -> None:
+        await self._doubt.wait()
+        self._doubt.clear()
+        self._control_id = b"0-0"
+        await self.client.connection_pool.disconnect()
+
+    async def _arrive(self) -> None:
+        """Note where the control stream ends.
+
+        This comes before the worker registers, so no cancel for a request that it may be given can
+        be missed. A server that refuses us now is a mistake to be mended, not an outage.
+        """
+        try:
+            last = await self.client.xrevrange(self.keys.control, count=1)
+        except DENIED as error:
+            self._callbacks.failed(error)
+            raise
+        self._control_id = last[0][0] if last else b"0-0"
+        self._arrived.set()
 
     async def _read_control(self) -> None:
+        if not self._control_id:
+            await self._arrive()
         reply = await self.client.xread(
             {self.keys.control: self._control_id}, count=1000, block=int(BLOCK_S * 1000)
         )
@@ -157,9 +230,15 @@ class WorkerBus:
             for entry_id, fields in entries:
                 self._control_id = entry_id
                 try:
-                    self._callbacks.cancelled(unpack_control(fields[FIELD]))
+                    messages = unpack_control(fields[FIELD])
                 except (WireError, KeyError) as error:
                     log.warning("control entry %s ignored: %s", entry_id.decode(), error)
+                    continue
+                if cancels := [m for m in messages if isinstance(m, Cancel)]:
+                    self._callbacks.cancelled(cancels)
+                drains = [m for m in messages if isinstance(m, Drain)]
+                if drains and Drain(self._callbacks.record().id) in drains:
+                    self._callbacks.drain()
 
     async def _send(self) -> None:
         await self._wake.wait()
@@ -170,6 +249,7 @@ class WorkerBus:
         batch = [self._unsent.popleft() for _ in range(min(len(self._unsent), 4096))]
         for gateway, event in batch:
             by_gateway.setdefault(gateway, []).append(event)
+        self._sent_to.update(by_gateway)
         try:
             if len(by_gateway) == 1:
                 ((gateway, events),) = by_gateway.items()
@@ -200,6 +280,7 @@ class WorkerBus:
 
     async def _check_gateways(self) -> None:
         await asyncio.sleep(self._lease_s / 2)
+        await self._let_streams_expire()
         gateways = sorted(self._callbacks.active_gateways())
         self._missed = {g: n for g, n in self._missed.items() if g in gateways}
         if not gateways:
@@ -212,3 +293,14 @@ class WorkerBus:
                 log.warning("gateway %s is gone: its requests are dropped", gateway)
             if self._missed[gateway] >= 2:
                 self._callbacks.gateway_lost(gateway)
+
+    async def _let_streams_expire(self) -> None:
+        """A token stream that we made after its gateway's end must not stay for ever."""
+        if not self._sent_to:
+            return
+        lifetime_ms = int(TOKENS_LIFETIME_LEASES * self._lease_s * 1000)
+        async with self.client.pipeline(transaction=False) as pipe:
+            for gateway in self._sent_to:
+                pipe.pexpire(self.keys.tokens(gateway), lifetime_ms)
+            await pipe.execute()
+        self._sent_to.clear()

