@@ -79,6 +79,7 @@ class SyntheticWorker:
             BusCallbacks(
                 self._record,
                 self._cancelled,
+                self._stop.set,
                 lambda: {r.gateway for r in self._requests.values()},
                 lambda gateway: self._requests.clear(),
                 self._failed.set_exception,

@@ -8,7 +8,7 @@ Life of a child:
    of the others are remembered and shown if its death ends the run.
 3. Until `all_ready` is set, any death ends the whole run. Afterwards a child with `restart` is
    started again after a pause; `MAX_QUICK_DEATHS` short lives in a row end the run, and so does the
-   death of a child without `restart`.
+   death of a child without `restart`. An end with exit code 0 (drained) does not count as a death.
 4. `stop` sends SIGTERM, waits, sends SIGKILL to the whole group, and returns when all are reaped.
 """
 
@@ -225,10 +225,12 @@ class Supervisor:
                 return
             lived_s = time.monotonic() - child.started
             quick_deaths = quick_deaths + 1 if lived_s < QUICK_DEATH_S else 1
+            if code == 0:  # It was drained: a fresh one takes its place.
+                quick_deaths = 0
             if not (self.all_ready and program.restart) or quick_deaths >= MAX_QUICK_DEATHS:
                 self._fail(child, code, quick_deaths)
                 return
-            pause_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** (quick_deaths - 1))
+            pause_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** max(0, quick_deaths - 1))
             self._show(
                 f"pageferry: {program.name} ended ({describe_exit(code)}) after {lived_s:.0f} s; "
                 f"starting it again in {pause_s:g} s"

@@ -10,11 +10,12 @@ import queue
 from array import array
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
 
-from pageferry.decode_worker.scheduler import Limits, Scheduler, StepPlan, Work
+from pageferry.decode_worker.scheduler import Limits, Scheduler, StepPlan, Work, release_pages
 from pageferry.decode_worker.sequence import Sequence
 from pageferry.kernels.runner import BadChunk, Chunk, ModelRunner, Sampled
 from pageferry.kvtransfer.engine_thread import IDLE_WAIT_S, StepClock, StepWatch
@@ -51,11 +52,26 @@ class GiveBack:
 
 
 @dataclass(frozen=True)
+class Depart:
+    """Inbox: let go of up to `limit` sequences between two tokens; their pages stay filled."""
+
+    limit: int
+    taken: Future[list[Sequence]]
+
+
+@dataclass(frozen=True)
+class Rejoin:
+    """Inbox: a sequence that could not leave goes on here."""
+
+    sequence: Sequence
+
+
+@dataclass(frozen=True)
 class Stop:
     """Inbox: end the thread."""
 
 
-Message = Intake | LocalRequest | Cancel | GatewayLost | GiveBack | Stop
+Message = Intake | LocalRequest | Cancel | GatewayLost | GiveBack | Depart | Rejoin | Stop
 
 
 class Engine:
@@ -164,7 +180,7 @@ class Engine:
         """Nothing of the step counts. Its requests go back; a broken device ends the worker."""
         log.exception("step with %d sequences failed", len(plan.work))
         self.clock.pause()
-        self._watch.failed()
+        self._watch.failed(work.sequence.request_id for work in plan.work)
         victims = [work.sequence for work in plan.work]
         for sequence in victims:
             self._drop_poisoned(sequence)
@@ -214,6 +230,14 @@ class Engine:
                 for sequence in sequences:
                     self.scheduler.remove(sequence)
                 self._requeue(sequences, code)
+            case Depart(limit, taken):
+                if taken.set_running_or_notify_cancel():
+                    taken.set_result(self.scheduler.let_go(limit))
+            case Rejoin(sequence):
+                if self._is_news(sequence.request):
+                    self.scheduler.rejoin(sequence)
+                else:
+                    release_pages(self.scheduler.pool, sequence)
             case Stop():
                 self._stopping = True
 

@@ -86,6 +86,16 @@ class Scheduler:
         self._number(sequence)
         self.running.append(sequence)
 
+    def let_go(self, limit: int) -> list[Sequence]:
+        """Take out up to `limit` decoding sequences, oldest first, with their pages."""
+        leaving = [s for s in self.running if s.is_decoding][:limit]
+        self.running = [s for s in self.running if s not in leaving]
+        return leaving
+
+    def rejoin(self, sequence: Sequence) -> None:
+        """Take back what was let go of; its age counts as before."""
+        self.running.insert(0, sequence)
+
     def find(self, request_id: str) -> Sequence | None:
         return next((s for s in (*self.running, *self.waiting) if s.request_id == request_id), None)
 
@@ -95,7 +105,7 @@ class Scheduler:
             self.waiting.remove(sequence)
         if sequence in self.running:
             self.running.remove(sequence)
-        self._give_back(sequence)
+        release_pages(self.pool, sequence)
 
     # -- a step
 
@@ -180,7 +190,7 @@ class Scheduler:
                 if victim is None:
                     return False
                 self.running.remove(victim)
-                self._give_back(victim)
+                release_pages(self.pool, victim)
                 self.num_preemptions += 1
                 plan.preempted.append(victim)
                 if victim is sequence:
@@ -196,21 +206,21 @@ class Scheduler:
         candidates = [s for s in self.running if s is not oldest]
         return max(candidates, key=lambda s: (rank[s.request.queue_class], s.arrival))
 
-    def _give_back(self, sequence: Sequence) -> None:
-        pages, sequence.page_ids = sequence.page_ids, array("i")
-        if not pages:
-            return
-        full = sequence.num_computed_tokens // self.pool.page_size
-        if full:
-            hashes = self.pool.hash_prefix(
-                sequence.token_ids[: full * self.pool.page_size], sequence.request.salt
-            )
-            self.pool.register(pages[:full], hashes)
-        self.pool.release(pages)
-
     def _number(self, sequence: Sequence) -> None:
         self._arrivals += 1
         sequence.arrival = self._arrivals
+
+
+def release_pages(pool: PagePool, sequence: Sequence) -> None:
+    """Let go of a sequence's pages; full ones stay findable as cache."""
+    pages, sequence.page_ids = sequence.page_ids, array("i")
+    if not pages:
+        return
+    full = sequence.num_computed_tokens // pool.page_size
+    if full:
+        tokens = sequence.token_ids[: full * pool.page_size]
+        pool.register(pages[:full], pool.hash_prefix(tokens, sequence.request.salt))
+    pool.release(pages)
 
 
 def _shares(prompts: Iterable[Sequence], budget: int) -> list[tuple[Sequence, int]]:

@@ -7,7 +7,8 @@ transfer). Requests come in two ways:
 2. local prefill: stream `decode:<worker>` -> engine inbox -> waiting -> running.
 
 Ends: finished, cancelled, preempted (REQUEUE), gateway lost. SIGTERM drains: nothing new is taken,
-running sequences finish within `drain_s`, the rest go back to their gateways, exit 0.
+running sequences move to other decode workers (`departures`) or finish within `drain_s`, the rest
+go back to their gateways, exit 0. POST /v1/workers/{id}/drain is the same.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import asyncio
 import dataclasses
 import logging
 import signal
+from collections.abc import Iterator, Sequence
 
+from pageferry.decode_worker.departures import Departures
 from pageferry.decode_worker.engine import (
     Engine,
     GatewayLost,
@@ -29,8 +32,10 @@ from pageferry.kvtransfer import metric_names as names
 from pageferry.kvtransfer.bus import TRANSIENT
 from pageferry.kvtransfer.engine_thread import start_thread
 from pageferry.kvtransfer.handoff import NEVER, Intake
+from pageferry.kvtransfer.handoff_client import ClientOptions
 from pageferry.kvtransfer.handoff_server import HandoffServer, ServerOptions
 from pageferry.kvtransfer.keys import FIELD
+from pageferry.kvtransfer.page_use import live_tokens
 from pageferry.kvtransfer.settings import DecodeSettings
 from pageferry.kvtransfer.tasks import end_tasks
 from pageferry.kvtransfer.wire import Cancel, Event, Kind, Request, WireError, WorkerRecord, unpack
@@ -55,7 +60,13 @@ class DecodeWorker:
             parts.keys,
             settings.lease_s,
             BusCallbacks(
-                self._record, self._cancelled, self._gateways, self._gateway_lost, self._failed
+                self._record,
+                self._cancelled,
+                self._stop.set,
+                self._gateways,
+                self._gateway_lost,
+                self._failed,
+                lambda: self._engine.clock.stuck(settings.engine_timeout_s),
             ),
         )
         limits = Limits(
@@ -65,6 +76,13 @@ class DecodeWorker:
             settings.watermark_pages,
         )
         self._engine = Engine(parts.worker_id, parts.pool, parts.runner, limits, self._bus.emit)
+        transport = settings.transport if len(parts.transports) > 1 else parts.transports[0]
+        self._departures = Departures(
+            parts,
+            ClientOptions(transport, settings.handoff_timeout_s),
+            self._engine,
+            self._bus,
+        )
         self._server = HandoffServer(
             parts.identity,
             parts.pool,
@@ -105,14 +123,15 @@ class DecodeWorker:
             await self._bus.publish()
         except TRANSIENT as error:
             log.warning("could not announce draining: %s", error)
-        deadline = self._loop.time() + self._settings.drain_s
-        while self._gateways() and self._failure is None and self._loop.time() < deadline:  # noqa: ASYNC110 - the engine is a thread
-            await asyncio.sleep(0.05)
+        if self._failure is None:
+            await self._departures.run(self._loop.time() + self._settings.drain_s)
+            log.info("%d sequences moved to other decode workers", self._departures.num_moved)
         self._engine.inbox.put(GiveBack("draining"))
 
     def _failed(self, error: BaseException) -> None:
         """Engine thread or a task: the worker leaves and exits with an error."""
         self._failure = error
+        self._departures.stop()
         self._loop.call_soon_threadsafe(self._stop.set)
 
     # -- handoff listener (connection threads)
@@ -143,11 +162,14 @@ class DecodeWorker:
         for cancel in cancels:
             self._server.cancel(cancel.request_id, cancel.epoch)
             self._engine.inbox.put(cancel)
+            self._departures.cancel(cancel)
 
     def _gateways(self) -> set[str]:
-        return self._engine.gateways()
+        moving = {departure.request.gateway for departure in self._departures.moving}
+        return self._engine.gateways() | moving
 
     def _gateway_lost(self, gateway: str) -> None:
+        self._departures.gateway_lost(gateway)
         self._engine.inbox.put(GatewayLost(gateway))
 
     def _record(self) -> WorkerRecord:
@@ -158,6 +180,8 @@ class DecodeWorker:
             names.WORKER_GENERATION_TOKENS: engine.num_generated_tokens,
             names.WORKER_PROMPT_TOKENS: engine.num_prefilled_tokens,
             names.WORKER_CACHED_TOKENS: engine.num_cached_tokens,
+            names.SEQUENCES_HANDED_OVER: self._departures.num_moved,
+            names.KV_LIVE_TOKENS: live_tokens(self._live(), self._parts.pool.page_size),
             names.NUM_PREEMPTIONS: engine.scheduler.num_preemptions,
             **engine.clock.stats(),
             names.STEP_KERNEL_SECONDS: self._parts.runner.kernel_seconds,
@@ -165,11 +189,17 @@ class DecodeWorker:
         return dataclasses.replace(
             self._parts.record(self._state),
             addresses=server.addresses,
-            num_running=engine.num_running,
+            num_running=engine.num_running + len(self._departures.moving),
             num_waiting=engine.num_waiting,
             refusals=tuple(server.refusals),
             stats=stats,
         )
+
+    def _live(self) -> Iterator[tuple[Sequence[int], int]]:
+        """Pages and computed tokens of every sequence, as they are at this moment."""
+        moving = (departure.sequence for departure in self._departures.moving)
+        for sequence in (*self._engine.scheduler.running, *moving):
+            yield sequence.page_ids[:], sequence.num_computed_tokens
 
     # -- local prefill
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import importlib.metadata
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
@@ -15,24 +17,27 @@ from pageferry.gateway.fleet import Fleet
 from pageferry.gateway.metrics import GatewayMetrics
 from pageferry.gateway.outbox import RedisHealth
 from pageferry.gateway.web_errors import error_response
+from pageferry.kvtransfer.bus import TRANSIENT
+from pageferry.kvtransfer.wire import Drain, pack_control
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+CONTROL_TIMEOUT_S = 1.5
+"""How long an operator's order waits for Redis before it is refused with 503."""
 
 
 class Operations:
     def __init__(
         self,
         model: str,
-        fleet: Fleet,
-        health: RedisHealth,
-        admission: Admission,
-        metrics: GatewayMetrics,
+        parts: tuple[Fleet, RedisHealth, Admission, GatewayMetrics],
+        send_control: Callable[[bytes], Awaitable[Any]],
     ) -> None:
+        """`send_control` puts a message on the stream that all workers read."""
         self._model = model
-        self._fleet = fleet
-        self._health = health
-        self._admission = admission
-        self._metrics = metrics
+        self._fleet, self._health, self._admission, self._metrics = parts
+        self._send_control = send_control
         self._created = int(time.time())
 
     def _model_object(self) -> dict[str, Any]:
@@ -57,6 +62,23 @@ class Operations:
         """The registry as the gateway last read it: live workers only."""
         records = [dataclasses.asdict(record) for record in self._fleet.records.values()]
         return web.json_response({"object": "list", "data": records})
+
+    async def drain(self, request: web.Request) -> web.Response:
+        """202: the worker takes nothing more, finishes or hands over what it has, and leaves.
+
+        Asking twice is harmless. 404 for an id that is not in the registry."""
+        worker = request.match_info["worker"]
+        record = self._fleet.records.get(worker)
+        if record is None:
+            text = f"No worker has the id {worker[:128]!r}; GET /v1/workers lists them."
+            raise ApiError(404, text, code="worker_not_found", param="worker")
+        try:
+            async with asyncio.timeout(CONTROL_TIMEOUT_S):
+                await self._send_control(pack_control([Drain(worker)]))
+        except TRANSIENT:
+            raise unavailable("Redis does not answer; try again.", "redis_unavailable", 2) from None
+        answer = {"id": worker, "object": "worker", "role": record.role, "state": "draining"}
+        return web.json_response(answer, status=202)
 
     async def health(self, request: web.Request) -> web.Response:
         """200 as long as this process runs its event loop."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import array
 import enum
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -110,6 +111,19 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     """Everything that ends the sequence, the model's EOS set included unless `ignore_eos`."""
 
+    @property
+    def is_well_typed(self) -> bool:
+        """Whether a worker can compute with every value: a step is shared with other requests."""
+        values = [getattr(self, name) for name in _FLOAT_FIELDS] + list(self.logit_bias.values())
+        ids = [getattr(self, name) for name in _INT_FIELDS] + list(self.logit_bias)
+        return all(type(v) in (int, float) and math.isfinite(v) for v in values) and all(
+            type(i) is int and -(2**63) <= i < 2**63 for i in (*ids, *self.stop_token_ids)
+        )
+
+
+_FLOAT_FIELDS = [f.name for f in fields(SamplingParams) if f.type == "float"]
+_INT_FIELDS = [f.name for f in fields(SamplingParams) if f.type == "int"]
+
 
 @dataclass(frozen=True)
 class Request:
@@ -150,13 +164,16 @@ class Request:
             known["sampling"] = SamplingParams(**sampling)
             known["token_ids"] = tuple(unpack_ids(known["token_ids"]))
             request = cls(**known)
-        except (KeyError, TypeError) as error:
+            well_typed = request.sampling.is_well_typed
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise WireError(f"malformed Request: {error!r}") from error
         ok = (
-            isinstance(request.request_id, str)
-            and isinstance(request.epoch, int)
+            well_typed
+            and isinstance(request.request_id, str)
+            and type(request.epoch) is int
+            and 0 <= request.epoch < 2**63
             and isinstance(request.gateway, str)
-            and isinstance(request.prompt_len, int)
+            and type(request.prompt_len) is int
             and 0 < request.prompt_len <= len(request.token_ids)
             and isinstance(request.salt, str)
             and type(request.ttl_ms) is int
@@ -292,14 +309,28 @@ class Cancel:
     epoch: int
 
 
-def pack_control(cancels: list[Cancel]) -> bytes:
-    return pack({"cancel": [[c.request_id, c.epoch] for c in cancels]})
+@dataclass(frozen=True)
+class Drain:
+    """Gateway to one worker (`control` stream): finish or hand over what you have, then leave."""
+
+    worker: str
 
 
-def unpack_control(data: bytes) -> list[Cancel]:
+Control = Cancel | Drain
+
+
+def pack_control(messages: Sequence[Control]) -> bytes:
+    """One `control` entry."""
+    cancels = [[m.request_id, m.epoch] for m in messages if isinstance(m, Cancel)]
+    drains = [m.worker for m in messages if isinstance(m, Drain)]
+    return pack({"cancel": cancels, "drain": drains})
+
+
+def unpack_control(data: bytes) -> list[Control]:
     value = unpack(data)
     try:
-        return [Cancel(str(rid), int(epoch)) for rid, epoch in value.get("cancel", ())]
+        cancels = [Cancel(str(rid), int(epoch)) for rid, epoch in value.get("cancel", ())]
+        return [*cancels, *(Drain(str(worker)) for worker in value.get("drain", ()))]
     except (AttributeError, TypeError, ValueError) as error:
         raise WireError(f"malformed control message: {error}") from error
 
@@ -334,7 +365,8 @@ class WorkerRecord:
     pid: int
     host: str
     state: str
-    """"ready", "draining" or "unhealthy"; a worker registers only after its model is loaded."""
+    """"ready", "draining", "unhealthy", or "unconnected": a prefill worker that reaches no decode
+    worker gets no requests. A worker registers only after its model is loaded."""
     model: str
     fingerprint: str
     """Digest of config and weights; equal on both sides of a handoff."""

@@ -18,7 +18,7 @@ from pageferry.kvtransfer.core_flag import CoreFlag
 from pageferry.kvtransfer.engine_thread import IDLE_WAIT_S, StepClock, StepWatch
 from pageferry.kvtransfer.outcome import token_event
 from pageferry.kvtransfer.pool import PagePool
-from pageferry.kvtransfer.wire import Event
+from pageferry.kvtransfer.wire import Event, Kind
 from pageferry.prefill_worker.job import Job
 from pageferry.prefill_worker.scheduler import Scheduler, Work
 
@@ -159,6 +159,8 @@ class Engine:
             self._limits.max_model_len,
             self._worker_id,
         )
+        if event.kind is Kind.ERROR:
+            job.num_computed_tokens = 0  # its pages must not become cache
         _resolve(self._results.pop(job, None), event)
 
     def _push_cached(self, job: Job) -> None:
@@ -182,7 +184,7 @@ class Engine:
     def _failed(self, work: list[Work], error: RuntimeError) -> None:
         log.exception("step with %d prompts failed", len(work))
         self.clock.pause()
-        self._watch.failed()
+        self._watch.failed(item.job.request.request_id for item in work)
         for item in work:
             self.scheduler.remove(item.job)
             # What the failed step left in its pages must not become cache.

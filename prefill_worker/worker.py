@@ -3,7 +3,8 @@
 Threads: the event loop (Redis, signals, one task per job), the engine (compute), two threads per
 connected decode worker (page transfer). A job's life is `_carry`, top to bottom:
 
-1. claim: read from the queues when the engine is short of work and some decode worker has room;
+1. claim (`claims`): read from the queues when the engine is short of work and some decode worker
+   has room;
 2. book: a decode worker grants pages (RESERVE/GRANT), asked in order of affinity and room;
 3. compute: chunks in the engine, pages pushed layer by layer;
 4. first token to the gateway at once; a request that it ends stops here;
@@ -27,22 +28,23 @@ from redis.exceptions import ResponseError
 from pageferry.kvtransfer import metric_names as names
 from pageferry.kvtransfer.bus import TRANSIENT, ensure_groups
 from pageferry.kvtransfer.engine_thread import start_thread
+from pageferry.kvtransfer.ferry import Ferry
 from pageferry.kvtransfer.handoff import HandoffFailed
 from pageferry.kvtransfer.handoff_client import ClientOptions
-from pageferry.kvtransfer.keys import FIELD, PREFILL_GROUP
+from pageferry.kvtransfer.page_use import live_tokens
 from pageferry.kvtransfer.recent_cancels import RecentCancels
 from pageferry.kvtransfer.settings import PrefillSettings
 from pageferry.kvtransfer.tasks import end_tasks
-from pageferry.kvtransfer.wire import Cancel, Event, Kind, Request, WireError, WorkerRecord, unpack
-from pageferry.kvtransfer.worker_bus import BLOCK_S, BusCallbacks, WorkerBus
+from pageferry.kvtransfer.wire import Cancel, Event, Kind, WorkerRecord
+from pageferry.kvtransfer.worker_bus import BusCallbacks, WorkerBus
 from pageferry.kvtransfer.worker_setup import WorkerParts
+from pageferry.prefill_worker.claims import Claim, Claims
 from pageferry.prefill_worker.engine import (
     Engine,
     Limits,
     StepFailed,
     push_all_layers,
 )
-from pageferry.prefill_worker.ferry import Ferry
 from pageferry.prefill_worker.job import Job
 
 log = logging.getLogger(__name__)
@@ -51,8 +53,6 @@ MAX_HANDOVERS = 3
 NO_ROOM_PAUSE_S = 0.02
 CLEAN_UP_S = 3.0
 """What jobs get to clean up at the end; a dead engine or Redis would hold them for ever."""
-RECOVER_S = 5.0
-"""How often our own pending entries are compared with our jobs."""
 
 
 class PrefillWorker:
@@ -66,7 +66,6 @@ class PrefillWorker:
         self._stop = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._jobs: dict[Job, asyncio.Task[None]] = {}
-        self._recover_at = 0.0
         self._background: set[asyncio.Task[None]] = set()
         self._cancels = RecentCancels()
         self._bus = WorkerBus(
@@ -74,9 +73,16 @@ class PrefillWorker:
             parts.keys,
             settings.lease_s,
             BusCallbacks(
-                self._record, self._cancelled, self._gateways, self._gateway_lost, self._failed
+                self._record,
+                self._cancelled,
+                self._stop.set,
+                self._gateways,
+                self._gateway_lost,
+                self._failed,
+                lambda: self._engine.clock.stuck(settings.engine_timeout_s),
             ),
         )
+        self._claims = Claims(self._bus.client, parts.keys, parts.worker_id, settings.lease_s)
         limits = Limits(
             settings.max_num_batched_tokens,
             settings.max_num_seqs,
@@ -164,56 +170,30 @@ class PrefillWorker:
             await asyncio.sleep(NO_ROOM_PAUSE_S)
             return
         try:
-            await self._recover()
-            entries = await self._read_queues()
+            for claim in await self._claims.recover({(j.queue, j.entry_id) for j in self._jobs}):
+                self._start(claim)
+            for claim in await self._claims.read(self._room):
+                self._start(claim)
         except ResponseError as error:
             if "NOGROUP" not in str(error):
                 raise
             await ensure_groups(self._bus.client, self._parts.keys)
-            return
-        for queue, entry_id, fields in entries:
-            self._start(queue, entry_id, fields)
 
-    async def _recover(self) -> None:
-        """Start what was delivered to us in a reply that got lost."""
-        if self._loop.time() < self._recover_at:
-            return
-        self._recover_at = self._loop.time() + RECOVER_S
-        known = {(job.queue, job.entry_id) for job in self._jobs}
-        for queue in self._parts.keys.prefill_queues:
-            for name, entry_id, fields in await self._read({queue: "0"}, 1000, None):
-                if (name, entry_id) not in known:
-                    self._start(name, entry_id, fields)
-
-    async def _read_queues(self) -> list[tuple[str, bytes, Any]]:
-        """New entries of the first class that has some; waits when none has."""
-        for queue in self._parts.keys.prefill_queues:
-            if found := await self._read({queue: ">"}, self._room, None):
-                return found
-        everything = dict.fromkeys(self._parts.keys.prefill_queues, ">")
-        return await self._read(everything, 1, int(BLOCK_S * 1000))
-
-    async def _read(
-        self, streams: dict[str, str], count: int, block_ms: int | None
-    ) -> list[tuple[str, bytes, Any]]:
-        reply = await self._bus.client.xreadgroup(
-            PREFILL_GROUP, self._parts.worker_id, streams, count=max(1, count), block=block_ms
-        )
-        return [
-            (queue.decode(), entry_id, fields)
-            for queue, entries in reply or ()
-            for entry_id, fields in entries
-        ]
-
-    def _start(self, queue: str, entry_id: bytes, fields: Any) -> None:
-        try:
-            request = Request.from_dict(unpack(fields[FIELD]))
-        except (WireError, KeyError, TypeError) as error:
-            log.warning("queue entry %s ignored: %s", entry_id.decode(), error)
-            self._spawn(self._ack(queue, entry_id))
+    def _start(self, claim: Claim) -> None:
+        request = claim.request
+        if claim.expired:
+            event = Event(
+                request.request_id,
+                request.epoch,
+                Kind.REQUEUE,
+                self._parts.worker_id,
+                code="expired",
+            )
+            self._bus.emit([(request.gateway, event)])
+            self._spawn(self._claims.settle(claim.queue, claim.entry_id))
             return
         hashes = self._parts.pool.hash_prefix(request.token_ids, request.salt)
-        job = Job(request, queue, entry_id, hashes)
+        job = Job(request, claim.queue, claim.entry_id, hashes)
         self._jobs[job] = self._spawn(self._carry(job))
 
     def _spawn(self, coroutine: Any) -> asyncio.Task[None]:
@@ -236,7 +216,9 @@ class PrefillWorker:
             if self._cancels.covers(job.request):
                 return
             self._say(job, Kind.OWNED)
-            if not self._fits(job):
+            if job.num_tokens >= self._parts.max_model_len:
+                # Decode workers may hold more; the gateway knows how much we do.
+                self._give_back(job, "prefill_too_small")
                 return
             await self._ferry.book(job)
             event = await asyncio.wrap_future(self._engine.compute(job))
@@ -255,19 +237,6 @@ class PrefillWorker:
         finally:
             job.is_ending = True
             await self._clean_up(job)
-
-    def _fits(self, job: Job) -> bool:
-        longest = self._parts.max_model_len
-        if job.num_tokens < longest:
-            return True
-        self._say(
-            job,
-            Kind.ERROR,
-            code="context_length_exceeded",
-            message=f"The prompt has {job.num_tokens} tokens; sequences on this worker have at "
-            f"most {longest}.",
-        )
-        return False
 
     async def _hand_over(self, job: Job) -> None:
         """SEAL until some decode worker commits; after that it answers for the request."""
@@ -307,7 +276,10 @@ class PrefillWorker:
             await asyncio.wrap_future(job.handoff.detached)
         self._release_pages(job)
         try:
-            await self._ack(job.queue, job.entry_id)
+            # What was said of it must be in Redis first: should we die now, the entry that is still
+            # pending tells the gateway.
+            await self._bus.flushed()
+            await self._claims.settle(job.queue, job.entry_id)
         finally:
             del self._jobs[job]
 
@@ -318,19 +290,6 @@ class PrefillWorker:
             full = job.num_computed_tokens // pool.page_size
             pool.register(pages[:full], job.hashes[:full])
             pool.release(pages)
-
-    async def _ack(self, queue: str, entry_id: bytes) -> None:
-        """Delete an entry, however long Redis is away; deleting twice is harmless."""
-        while True:
-            try:
-                async with self._bus.client.pipeline(transaction=True) as pipe:
-                    pipe.xack(queue, PREFILL_GROUP, entry_id)
-                    pipe.xdel(queue, entry_id)
-                    await pipe.execute()
-                return
-            except TRANSIENT as error:
-                log.warning("ack waits for Redis: %s", error)
-                await asyncio.sleep(0.5)
 
     def _give_back(self, job: Job, code: str) -> None:
         self._say(job, Kind.REQUEUE, code=code)
@@ -379,8 +338,10 @@ class PrefillWorker:
     def _record(self) -> WorkerRecord:
         engine = self._engine
         scheduler = engine.scheduler
+        unconnected = self._state == "ready" and not self._ferry.is_connected
+        state = "unconnected" if unconnected else self._state
         return dataclasses.replace(
-            self._parts.record(self._state),
+            self._parts.record(state),
             num_running=len(scheduler.running),
             num_waiting=len(self._jobs) - len(scheduler.running),
             refusals=tuple(self._ferry.refusals),
@@ -392,5 +353,9 @@ class PrefillWorker:
                 **engine.clock.stats(),
                 names.STEP_KERNEL_SECONDS: self._parts.runner.kernel_seconds,
                 names.PREFILL_INFLIGHT: len(self._jobs),
+                names.KV_LIVE_TOKENS: live_tokens(
+                    ((list(j.page_ids), j.num_computed_tokens) for j in self._jobs),
+                    self._parts.pool.page_size,
+                ),
             },
         )

@@ -189,12 +189,12 @@ def make_stack(redis_url: str, demo_model: Path, tmp_path: Path) -> Iterator[Cal
         stacks.append(stack)
         stack.start("gateway", **(gateway_settings or {}))
         common = {"kv_memory_mib": 512, **(worker_settings or {})}
-        cores = os.cpu_count() or 1
+        cores = sorted(os.sched_getaffinity(0))
         for i in range(prefill):
-            core = {"cores": i % cores}
+            core = {"cores": cores[i % len(cores)]}
             stack.start("prefill", **core, **common, **(prefill_settings or {}))
         for i in range(decode):
-            core = {"cores": (prefill + i) % cores}
+            core = {"cores": cores[(prefill + i) % len(cores)]}
             stack.start("decode", **core, **common, **(decode_settings or {}))
         stack.wait_ready(prefill, decode)
         return stack

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 
 import pytest
 
 from pageferry.decode_worker.engine import (
+    Depart,
     Engine,
     GatewayLost,
     GiveBack,
     LocalRequest,
+    Rejoin,
     Stop,
 )
 from pageferry.decode_worker.scheduler import Limits
+from pageferry.decode_worker.sequence import Sequence
 from pageferry.kernels.runner import Chunk, Sampled
 from pageferry.kvtransfer.engine_thread import start_thread
 from pageferry.kvtransfer.handoff import Intake
@@ -30,11 +35,11 @@ class CountingRunner:
     """Answers each wanted row with its position; `trouble` may raise or spoil rows first."""
 
     def __init__(self) -> None:
-        self.trouble: Callable[[Sequence[Chunk]], None] = lambda chunks: None
+        self.trouble: Callable[[Seq[Chunk]], None] = lambda chunks: None
         self.pause_s = 0.0
         self.spoiled: set[int] = set()
 
-    def execute(self, chunks: Sequence[Chunk]) -> list[Sampled | None]:
+    def execute(self, chunks: Seq[Chunk]) -> list[Sampled | None]:
         time.sleep(self.pause_s)
         self.trouble(chunks)
         rows: list[Sampled | None] = []
@@ -182,8 +187,61 @@ def test_draining_gives_everything_back(harness: Harness) -> None:
     assert (harness.events[-1].kind, harness.events[-1].code) == (Kind.REQUEUE, "draining")
 
 
+def depart(h: Harness, limit: int = 10) -> list[Sequence]:
+    taken: Future[list[Sequence]] = Future()
+    h.engine.inbox.put(Depart(limit, taken))
+    return taken.result(10)
+
+
+def test_a_sequence_that_departs_keeps_its_pages_and_goes_on_after_coming_back(
+    harness: Harness,
+) -> None:
+    harness.runner.pause_s = 0.005
+    harness.engine.inbox.put(LocalRequest(request("a", max_tokens=60)))
+    harness.until(lambda: len(harness.tokens("a")) > 3)
+    [sequence] = depart(harness)
+    assert harness.is_empty
+    assert sequence.num_uncomputed_tokens == 1
+    assert harness.pool.ledger().live == len(sequence.page_ids) > 0
+    assert harness.tokens("a") == list(range(6, 6 + sequence.num_output_tokens))
+    harness.engine.inbox.put(Rejoin(sequence))
+    harness.until(lambda: harness.ended("a"))
+    assert harness.tokens("a") == list(range(6, 66))
+
+
+def test_a_departed_sequence_that_was_cancelled_meanwhile_does_not_come_back(
+    harness: Harness,
+) -> None:
+    harness.runner.pause_s = 0.005
+    harness.engine.inbox.put(LocalRequest(request("a", max_tokens=500)))
+    harness.until(lambda: harness.tokens("a"))
+    [sequence] = depart(harness)
+    harness.engine.inbox.put(Cancel("a", 0))
+    harness.engine.inbox.put(Rejoin(sequence))
+    harness.until(lambda: not harness.pool.ledger().live)
+    assert harness.is_empty
+
+
+def test_only_so_many_depart_and_an_order_that_nobody_waits_for_has_no_effect(
+    harness: Harness,
+) -> None:
+    harness.runner.pause_s = 0.005
+    for name in ("a", "b", "c"):
+        harness.engine.inbox.put(LocalRequest(request(name, max_tokens=30, first=ord(name))))
+    harness.until(lambda: all(harness.tokens(name) for name in ("a", "b", "c")))
+    given_up: Future[list[Sequence]] = Future()
+    given_up.cancel()
+    harness.engine.inbox.put(Depart(10, given_up))
+    left = depart(harness, 2)
+    assert [s.request_id for s in left] == ["a", "b"]
+    assert harness.engine.num_running == 1
+    for sequence in left:
+        harness.engine.inbox.put(Rejoin(sequence))
+    harness.until(lambda: all(harness.ended(name) for name in ("a", "b", "c")))
+
+
 def test_a_failed_step_returns_its_requests_and_caches_nothing(harness: Harness) -> None:
-    def once(chunks: Sequence[Chunk]) -> None:
+    def once(chunks: Seq[Chunk]) -> None:
         harness.runner.trouble = lambda chunks: None
         raise RuntimeError("out of memory")
 
@@ -199,15 +257,29 @@ def test_a_failed_step_returns_its_requests_and_caches_nothing(harness: Harness)
 def test_steps_that_keep_failing_end_the_worker() -> None:
     h = Harness()
 
-    def always(chunks: Sequence[Chunk]) -> None:
+    def always(chunks: Seq[Chunk]) -> None:
         raise RuntimeError("broken")
 
     h.runner.trouble = always
-    for epoch in range(3):
-        h.engine.inbox.put(LocalRequest(request("a", epoch=epoch)))
-        h.until(lambda: len(h.events) > epoch or h.failures)  # noqa: B023
+    for i, name in enumerate("abc"):
+        h.engine.inbox.put(LocalRequest(request(name)))
+        h.until(lambda: len(h.events) > i or h.failures)  # noqa: B023
     h.thread.join(5)
     assert [str(f) for f in h.failures] == ["3 steps failed in a row: the worker gives up"]
+
+
+def test_a_request_that_fails_every_step_does_not_end_the_worker(harness: Harness) -> None:
+    def poison(chunks: Seq[Chunk]) -> None:
+        if any(chunk.token_ids[0] == 500 for chunk in chunks):
+            raise RuntimeError("poison")
+
+    harness.runner.trouble = poison
+    for epoch in range(5):
+        harness.engine.inbox.put(LocalRequest(request("bad", epoch=epoch)))
+        harness.until(lambda: len(harness.events) > epoch)  # noqa: B023
+    harness.engine.inbox.put(LocalRequest(request("good", first=900)))
+    harness.until(lambda: harness.ended("good"))
+    assert not harness.failures
 
 
 def test_a_row_with_bad_logits_fails_alone_and_is_not_cached(harness: Harness) -> None:

@@ -120,6 +120,14 @@ async def test_without_a_prefill_worker_decode_prefills_itself(
     stack.of("prefill")[0].kill()
     answer = await asyncio.wait_for(complete(stack.url, prompt=COUNT, max_tokens=64), 60)
     assert answer["choices"][0]["text"] == COUNT_TEXT
+    # One that cannot reach the decode worker is as good as none.
+    stack.start("prefill", cluster_key="another")
+    deadline = time.monotonic() + 60
+    while not any(w["state"] == "unconnected" for w in await asyncio.to_thread(stack.workers)):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.2)
+    answer = await asyncio.wait_for(complete(stack.url, prompt=COUNT, max_tokens=64), 60)
+    assert answer["choices"][0]["text"] == COUNT_TEXT
 
 
 async def test_without_any_worker_the_refusal_is_honest(make_stack: Any, complete: Any) -> None:

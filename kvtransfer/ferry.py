@@ -1,8 +1,9 @@
-"""The decode workers as a prefill worker sees them: connections, ledgers, who gets a request.
+"""The decode workers as a writer sees them: connections, ledgers, who gets a request.
 
-Every decode worker in the registry is connected to once per incarnation. One that refuses (other
-model, layout, key) is named in the log and the registry and not asked again. Dialling and hanging
-up go on beside following the registry: a worker that does not answer delays nobody else.
+Writers are prefill workers, and decode workers that drain. Every other decode worker in the
+registry is connected to once per incarnation. One that refuses (other model, layout, key) is named
+in the log and the registry and left alone for a while. Dialling and hanging up go on beside
+following the registry: a worker that does not answer delays nobody else.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 from pageferry.kvtransfer.bus import Client, list_workers
 from pageferry.kvtransfer.handoff import (
@@ -30,8 +32,7 @@ from pageferry.kvtransfer.keys import Keys
 from pageferry.kvtransfer.memory import PageStore
 from pageferry.kvtransfer.tasks import end_tasks
 from pageferry.kvtransfer.transfer_stats import Tally, figures
-from pageferry.kvtransfer.wire import WorkerRecord
-from pageferry.prefill_worker.job import Job
+from pageferry.kvtransfer.wire import Request, WorkerRecord
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +41,21 @@ RETRY_S = 0.03
 """Pause after every candidate denied; pages come back once per decode step at the earliest."""
 
 MAX_REFUSALS = 16
+REFUSED_S = 30.0
+"""Then it is tried again: bytes may have been damaged on the way, or a certificate been renewed."""
 MAX_DIALLERS = 16
 """Threads for connecting and closing; each may have to wait for a worker that does not answer."""
 MAX_AFFINITIES = 4096
+
+
+class Cargo(Protocol):
+    """What is booked for. `handoff` and `decode_worker` are set by booking."""
+
+    request: Request
+    hashes: list[bytes]
+    """Prefix hashes of the request's full pages."""
+    handoff: Handoff | None
+    decode_worker: str
 
 
 @dataclass
@@ -71,7 +84,8 @@ class Ferry:
         self._memory = memory
         self._keys = keys
         self._options = options
-        self._refused: set[str] = set()
+        self._refused: dict[str, float] = {}
+        """Ids of workers that were refused, or refused us, with the time until which that stands."""
         self._unreachable: set[str] = set()
         """Said so in the log already."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -88,8 +102,11 @@ class Ferry:
         for task in [task for task in self._tasks if task.done()]:
             self._tasks.remove(task)
             task.result()
-        records = {r.id: r for r in await list_workers(client, self._keys) if r.role == "decode"}
-        self._refused &= records.keys()
+        own = self._identity.worker_id
+        workers = await list_workers(client, self._keys)
+        records = {r.id: r for r in workers if r.role == "decode" and r.id != own}
+        now = asyncio.get_running_loop().time()
+        self._refused = {i: t for i, t in self._refused.items() if i in records and now < t}
         self._unreachable &= records.keys()
         for worker_id in list(self.peers):
             if worker_id not in records or not self.peers[worker_id].client.alive:
@@ -99,7 +116,7 @@ class Ferry:
         for record in records.values():
             if record.id in self.peers:
                 self.peers[record.id].record = record
-            elif record.id not in self._refused | self.dialling:
+            elif record.id not in self._refused and record.id not in self.dialling:
                 self.dialling.add(record.id)
                 self._start(self._connect(record))
         await asyncio.sleep(REFRESH_S)
@@ -115,9 +132,10 @@ class Ferry:
         try:
             await self._in_thread(lambda: self._dial(client))
         except HandoffRefused as error:
-            self._refused.add(record.id)
-            self.refusals.append(f"{record.id}: {error}")
-            log.error("%s refused: %s", record.id, error)
+            self._refused[record.id] = asyncio.get_running_loop().time() + REFUSED_S
+            if (line := f"{record.id}: {error}") not in self.refusals:
+                self.refusals.append(line)
+                log.error("%s refused: %s", record.id, error)
         except (HandoffFailed, OSError) as error:
             if record.id not in self._unreachable:
                 log.warning("cannot reach %s, still trying: %s", record.id, error)
@@ -135,41 +153,54 @@ class Ferry:
             client.close()
 
     @property
+    def is_connected(self) -> bool:
+        """Whether there is any decode worker that pages could be sent to."""
+        return any(peer.client.alive for peer in self.peers.values())
+
+    @property
     def has_room(self) -> bool:
         """Whether some usable decode worker's ledger shows room; a hint, its answer decides."""
         return any(p.is_usable and p.record.ledger.available > 1 for p in self.peers.values())
 
-    async def book(self, job: Job) -> None:
-        """Set `job.handoff`, asking candidates in turn until one grants; waits while they are full.
+    async def book(self, cargo: Cargo) -> None:
+        """Set `cargo.handoff`, asking candidates in turn; waits while all are full.
 
-        Jobs book one after another, in order of arrival, so a large one is not overtaken for ever.
+        Bookings go one after another, in order of arrival: a large one is not overtaken for ever.
         `HandoffFailed` when waiting is in vain: every candidate says so, or the time to live ends.
         """
-        async with _time_to_live(job), self._turn:
-            while True:
-                candidates, hopeless = self._candidates(job), 0
-                for peer in candidates:
-                    try:
-                        handoff = await self._reserve(peer, job)
-                    except HandoffDenied as denial:
-                        log.debug("%s denied: %s", peer.record.id, denial)
-                        if denial.reason.startswith(STALE_EPOCH):
-                            raise HandoffFailed(denial.reason) from denial
-                        hopeless += denial.reason.startswith(NEVER)
-                        continue
-                    except HandoffFailed as error:
-                        log.warning("reserving on %s failed: %s", peer.record.id, error)
-                        continue
-                    job.handoff, job.decode_worker = handoff, peer.record.id
-                    self._remember(job)
-                    return
-                if candidates and hopeless == len(candidates):
-                    raise HandoffFailed("no decode worker is large enough")
+        async with _time_to_live(cargo), self._turn:
+            while not await self._ask_all(cargo):  # noqa: ASYNC110 - pages come back over there
                 await asyncio.sleep(RETRY_S)
 
-    async def _reserve(self, peer: Peer, job: Job) -> Handoff:
+    async def book_now(self, cargo: Cargo) -> bool:
+        """`book` without waiting: False when no candidate has room at this moment."""
+        async with _time_to_live(cargo), self._turn:
+            return await self._ask_all(cargo)
+
+    async def _ask_all(self, cargo: Cargo) -> bool:
+        candidates, hopeless = self._candidates(cargo), 0
+        for peer in candidates:
+            try:
+                handoff = await self._reserve(peer, cargo)
+            except HandoffDenied as denial:
+                log.debug("%s denied: %s", peer.record.id, denial)
+                if denial.reason.startswith(STALE_EPOCH):
+                    raise HandoffFailed(denial.reason) from denial
+                hopeless += denial.reason.startswith(NEVER)
+                continue
+            except HandoffFailed as error:
+                log.warning("reserving on %s failed: %s", peer.record.id, error)
+                continue
+            cargo.handoff, cargo.decode_worker = handoff, peer.record.id
+            self._remember(cargo)
+            return True
+        if candidates and hopeless == len(candidates):
+            raise HandoffFailed("no decode worker is large enough")
+        return False
+
+    async def _reserve(self, peer: Peer, cargo: Cargo) -> Handoff:
         """RESERVE on one peer. When cancelled, a grant that still comes is given back."""
-        answer = peer.client.reserve(job.request, job.hashes)
+        answer = peer.client.reserve(cargo.request, cargo.hashes)
         waiting = asyncio.wrap_future(answer)
         try:
             return await asyncio.shield(waiting)
@@ -177,10 +208,10 @@ class Ferry:
             waiting.add_done_callback(_return_grant)
             raise
 
-    def _candidates(self, job: Job) -> list[Peer]:
+    def _candidates(self, cargo: Cargo) -> list[Peer]:
         """Usable peers: those that hold more of the prefix first, then those with more room."""
         held: collections.Counter[str] = collections.Counter()
-        for page_hash in job.hashes:
+        for page_hash in cargo.hashes:
             worker_id = self._affinity.get(page_hash)
             if worker_id is None:
                 break
@@ -190,10 +221,10 @@ class Ferry:
             usable, key=lambda p: (-held[p.record.id], -p.record.ledger.available, p.record.id)
         )
 
-    def _remember(self, job: Job) -> None:
-        for page_hash in job.hashes:
+    def _remember(self, cargo: Cargo) -> None:
+        for page_hash in cargo.hashes:
             self._affinity.pop(page_hash, None)
-            self._affinity[page_hash] = job.decode_worker
+            self._affinity[page_hash] = cargo.decode_worker
         while len(self._affinity) > MAX_AFFINITIES:
             self._affinity.popitem(last=False)
 
@@ -221,9 +252,9 @@ class Ferry:
 
 
 @contextlib.asynccontextmanager
-async def _time_to_live(job: Job) -> AsyncIterator[None]:
+async def _time_to_live(cargo: Cargo) -> AsyncIterator[None]:
     try:
-        async with asyncio.timeout(job.request.ttl_ms / 1000):
+        async with asyncio.timeout(cargo.request.ttl_ms / 1000):
             yield
     except TimeoutError as error:
         raise HandoffFailed("the request's time to live ended") from error

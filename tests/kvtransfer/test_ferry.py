@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from pageferry.kvtransfer.bus import Client, connect, publish_worker, retire_worker
+from pageferry.kvtransfer.ferry import Ferry, Peer
 from pageferry.kvtransfer.handoff import (
     NEVER,
     STALE_EPOCH,
@@ -28,8 +29,6 @@ from pageferry.kvtransfer.layout import KVLayout
 from pageferry.kvtransfer.memory import PoolMemory
 from pageferry.kvtransfer.pool import PagePool
 from pageferry.kvtransfer.wire import Ledger, Request, SamplingParams, WorkerRecord
-from pageferry.prefill_worker.ferry import Ferry, Peer
-from pageferry.prefill_worker.job import Job
 
 KEYS = Keys("m")
 LAYOUT = KVLayout(dtype="float32", page_size=4, num_layers=1, num_kv_heads=1, head_dim=4)
@@ -74,9 +73,19 @@ def ferry(**clients: FakeClient) -> Ferry:
     return made
 
 
-def job(hashes: tuple[bytes, ...] = (), ttl_ms: int = 10_000) -> Job:
+@dataclasses.dataclass
+class Crate:
+    """The least that can be booked for."""
+
+    request: Request
+    hashes: list[bytes]
+    handoff: Any = None
+    decode_worker: str = ""
+
+
+def job(hashes: tuple[bytes, ...] = (), ttl_ms: int = 10_000) -> Crate:
     request = Request("r", 0, "gw", (1, 2, 3), 3, SamplingParams(), ttl_ms=ttl_ms)
-    return Job(request, "queue", b"1-0", list(hashes))
+    return Crate(request, list(hashes))
 
 
 async def test_the_roomiest_is_asked_first_and_a_denial_goes_to_the_next() -> None:
