@@ -1,6 +1,7 @@
 """The messages of a handoff connection, as bytes: `length (4, big-endian) | tag (1) | body`.
 
-`length` counts the body. The body is a msgpack list, the fields of the tag's dataclass in order.
+`length` counts the body: a msgpack list, the fields of the tag's dataclass in order, and 8 bytes of
+checksum over tag and list. What a flipped bit could turn into another request or token is noticed.
 Every tag has its own size cap and every field its checked type; what does not fit raises
 `FrameError`, and the connection that sent it is closed, because its framing cannot be trusted.
 
@@ -19,6 +20,7 @@ In order of use (W: writer, the prefill side, which dials; R: receiver, the deco
 | CANCEL | both | the handoff is over, in whatever state |
 | STOPPED | W | I do not write to that handoff's pages any more |
 | RENEW | W | still at it |
+| PING | both | W: is anybody there? R: yes |
 """
 
 from __future__ import annotations
@@ -29,15 +31,25 @@ import typing
 from dataclasses import dataclass, fields
 from typing import Any
 
+import xxhash
+
 from pageferry.kvtransfer.wire import WireError, pack, unpack
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 HEADER = struct.Struct(">IB")
+CHECK_BYTES = 8
 MAX_INT = 2**63 - 1
 
 
 class FrameError(ValueError):
     """Bytes on a handoff connection are not a message of the protocol."""
+
+
+class VersionError(FrameError):
+    """A HELLO of another protocol version, of which only that much is understood."""
+
+    def __init__(self, theirs: int) -> None:
+        super().__init__(f"version: mine {PROTOCOL_VERSION}, theirs {theirs}")
 
 
 class Tag(enum.IntEnum):
@@ -54,18 +66,22 @@ class Tag(enum.IntEnum):
     CANCEL = 11
     STOPPED = 12
     RENEW = 13
+    PING = 14
 
 
 @dataclass(frozen=True)
 class Hello:
     version: int
+    """The first field in every version."""
     nonce: bytes
     worker_id: str
     role: str
     fingerprint: str
-    layout: dict[str, Any]
+    layout: dict[str, int | str]
     num_pages: int
     transport: str
+    patience_ms: int
+    """Silence after which I give the connection up; the smaller of both ends' counts."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +170,11 @@ class Renew:
     handoff_id: int
 
 
+@dataclass(frozen=True)
+class Ping:
+    pass
+
+
 Message = (
     Hello
     | Proof
@@ -168,6 +189,7 @@ Message = (
     | Cancel
     | Stopped
     | Renew
+    | Ping
 )
 
 _KIB, _MIB = 2**10, 2**20
@@ -187,6 +209,7 @@ _TABLE: dict[Tag, tuple[type[Message], int]] = {
     Tag.CANCEL: (Cancel, 8 * _KIB),
     Tag.STOPPED: (Stopped, 64),
     Tag.RENEW: (Renew, 64),
+    Tag.PING: (Ping, 64),
 }
 _TAG_OF: dict[type[Message], Tag] = {cls: tag for tag, (cls, _) in _TABLE.items()}
 _FIELDS = {
@@ -208,7 +231,15 @@ def _fits(value: Any, kind: Any) -> bool:
         return type(value) is list and all(type(v) is bytes for v in value)
     if kind == list[Any]:
         return type(value) is list
-    return type(value) is dict and all(type(key) is str for key in value)
+    if type(value) is not dict or not all(type(key) is str for key in value):
+        return False
+    return kind != dict[str, int | str] or all(type(v) in (int, str) for v in value.values())
+
+
+def checksum(tag: int, packed: bytes) -> bytes:
+    """xxh3-64: against accidents, not against attackers."""
+    digest: bytes = xxhash.xxh3_64(packed, seed=tag).digest()
+    return digest
 
 
 def encode(message: Message) -> bytes:
@@ -217,7 +248,8 @@ def encode(message: Message) -> bytes:
     values = [getattr(message, name) for name, _ in _FIELDS[type(message)]]
     if isinstance(message, (Refuse, Deny, Nack, Cancel)):
         values[-1] = message.reason[:MAX_REASON]
-    body = pack(values)
+    packed = pack(values)
+    body = packed + checksum(tag, packed)
     cap = _TABLE[tag][1]
     if len(body) > cap:
         raise FrameError(f"{tag.name} of {len(body)} bytes exceeds {cap}")
@@ -237,13 +269,20 @@ def parse_header(header: bytes | memoryview) -> tuple[Tag, int]:
 
 
 def decode(tag: Tag, body: bytes | memoryview) -> Message:
-    """The message in `body`; `FrameError` unless every field has its type."""
+    """The message in `body`; `FrameError` unless every field has its type, `VersionError` for a
+    HELLO of another version."""
     cls = _TABLE[tag][0]
+    packed = bytes(body[:-CHECK_BYTES])
+    if checksum(tag, packed) != body[-CHECK_BYTES:]:
+        raise FrameError(f"{tag.name}: the checksum does not match")
     try:
-        values = unpack(body)
+        values = unpack(packed)
     except (WireError, TypeError) as error:
         raise FrameError(f"{tag.name}: {error}") from error
     specs = _FIELDS[cls]
+    is_hello = cls is Hello and type(values) is list and values and _fits(values[0], int)
+    if is_hello and values[0] != PROTOCOL_VERSION:
+        raise VersionError(values[0])
     if type(values) is not list or len(values) != len(specs):
         raise FrameError(f"{tag.name} must be a list of {len(specs)} values")
     for value, (name, kind) in zip(values, specs, strict=True):

@@ -34,8 +34,9 @@ from typing import Protocol
 
 import xxhash
 
-from pageferry.kvtransfer.frames import PROTOCOL_VERSION, Hello, Pages
+from pageferry.kvtransfer.frames import PROTOCOL_VERSION, Hello, Pages, encode
 from pageferry.kvtransfer.layout import KVLayout
+from pageferry.kvtransfer.tls import Tls
 from pageferry.kvtransfer.wire import Event, Request
 
 TRANSPORTS = ("shm", "tcp")
@@ -92,8 +93,10 @@ class Identity:
     layout: KVLayout
     num_pages: int
     cluster_key: str = ""
+    tls: Tls | None = None
+    """For transport tcp; None: plain."""
 
-    def hello(self, transport: str) -> Hello:
+    def hello(self, transport: str, patience_s: float) -> Hello:
         return Hello(
             version=PROTOCOL_VERSION,
             nonce=os.urandom(32),
@@ -103,27 +106,27 @@ class Identity:
             layout=self.layout.to_dict(),
             num_pages=self.num_pages,
             transport=transport,
+            patience_ms=int(patience_s * 1000),
         )
 
     def differences(self, theirs: Hello) -> list[str]:
         """One `field: mine M, theirs T` for each reason why no page may flow between us."""
         found = []
-        if theirs.version != PROTOCOL_VERSION:
-            found.append(f"version: mine {PROTOCOL_VERSION}, theirs {theirs.version}")
         if theirs.fingerprint != self.fingerprint:
             found.append(f"fingerprint: mine {self.fingerprint!r}, theirs {theirs.fingerprint!r}")
         found += [f"layout.{line}" for line in self.layout.differences(theirs.layout)]
         return found
 
 
-def prove(cluster_key: str, prover: str, own: Hello, peer: Hello) -> bytes:
-    """HMAC-SHA256 of the cluster key over the peer's nonce, our own and both names.
+def prove(cluster_key: str, prover: str, own: Hello, peer: Hello, channel: bytes = b"") -> bytes:
+    """HMAC-SHA256 of the cluster key over both HELLOs, nonces and all, and over `channel`.
 
-    `prover` ("writer" or "receiver") keeps a proof from being sent back to who made it.
+    `prover` ("writer" or "receiver") keeps a proof from being sent back to who made it. `channel`
+    names the TLS connection, so that a proof is of no use on another one.
     """
-    parts = (prover.encode(), peer.nonce, own.nonce, own.worker_id.encode(), own.transport.encode())
+    parts = (prover.encode(), encode(peer), encode(own), channel)
     text = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
-    return hmac.new(cluster_key.encode(), b"pageferry.handoff.1" + text, hashlib.sha256).digest()
+    return hmac.new(cluster_key.encode(), b"pageferry.handoff.2" + text, hashlib.sha256).digest()
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ from pageferry.kvtransfer.frames import (
     Message,
     Nack,
     Pages,
+    Ping,
     Refuse,
     Seal,
     Stopped,
@@ -63,6 +64,7 @@ from pageferry.kvtransfer.sockets import (
     dial_tcp,
     recv_fd,
 )
+from pageferry.kvtransfer.tls import SCHEME
 from pageferry.kvtransfer.transfer_stats import Tally
 from pageferry.kvtransfer.wire import Request, WorkerRecord
 
@@ -73,6 +75,10 @@ log = logging.getLogger(__name__)
 BATCH_BYTES = 2**21
 """Of pages that wake the sender, and of one PAGES message, so that a cancel does not wait behind
 more. Each wake-up costs the compute on the same core 0.2 ms."""
+
+
+PING_SHARE = 1 / 3
+"""Of the connection's patience: silence after which we send a PING. The rest is for its answer."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +124,8 @@ class HandoffClient:
         self._draining = threading.Event()
         self._conn: FrameSocket | None = None
         self._tally = Tally()
+        self._pinged_at = 0.0
+        """When a PING was sent after which nothing has been heard; 0 if there is none."""
         self._outbox: list[bytes] = []
         """Frames to send at the end of a batch; the sender thread's."""
         self._refused = 0
@@ -206,6 +214,8 @@ class HandoffClient:
 
     def _dial(self) -> tuple[FrameSocket, Hello]:
         address, timeout_s = self._peer.addresses[self.transport], self._options.timeout_s
+        if self.transport == "tcp":
+            address = self._without_scheme(address)
         dial: Callable[[str, float], socket.socket]
         dial = dial_tcp if self.transport == "tcp" else dial_abstract
         conn = FrameSocket(dial(address, min(timeout_s, HANDSHAKE_S)), timeout_s)
@@ -223,6 +233,17 @@ class HandoffClient:
             conn.close()
             raise
         return conn, hello
+
+    def _without_scheme(self, address: str) -> str:
+        """The tcp address for dialling. Whether it is one for TLS must suit us: there is no silent
+        downgrade, neither here nor by whoever can write to the registry."""
+        offered, wanted = address.startswith(SCHEME), self._identity.tls is not None
+        if offered != wanted:
+            mine, theirs = ("on" if wanted else "off"), ("on" if offered else "off")
+            raise HandoffRefused(
+                f"tls: mine {mine}, {self._peer.id}'s {theirs}; give all workers --handoff-tls-*"
+            )
+        return address.removeprefix(SCHEME)
 
     def _live_table(self) -> OutgoingTable:
         if self._table is None:
@@ -248,9 +269,17 @@ class HandoffClient:
 
     def _receive(self, conn: FrameSocket) -> str:
         table = self._live_table()
+
+        def idle() -> None:
+            table.expire()
+            if self._pinged_at:
+                conn.require_sound(self._pinged_at - conn.patience_s * PING_SHARE)
+
         try:
             while True:
-                fault = self._hear(table, conn.recv_message(on_idle=table.expire))
+                message = conn.recv_message(on_idle=idle)
+                self._pinged_at = 0.0
+                fault = self._hear(table, message)
                 if fault:
                     log.error("%s broke the handoff protocol: %s", self._peer.id, fault)
                     return fault
@@ -270,6 +299,8 @@ class HandoffClient:
             case Nack() | Cancel():
                 if handoff := table.answer(message.handoff_id):
                     table.fail(handoff, message.reason, tell=None)
+            case Ping():
+                pass
             case Refuse():
                 return f"refused: {message.reason}"
             case _:
@@ -287,6 +318,7 @@ class HandoffClient:
                 self._outbox += map(encode, table.due_renewals())
                 for item in items:
                     self._execute(table, conn, item)
+                self._ask_for_a_sign(conn)
                 self._flush(conn)
                 if not items and self._draining.is_set():
                     break
@@ -301,6 +333,12 @@ class HandoffClient:
             if self._remote is not None:
                 self._remote.close()
         return reason
+
+    def _ask_for_a_sign(self, conn: FrameSocket) -> None:
+        now = time.monotonic()
+        if not self._pinged_at and now - conn.heard_at > conn.patience_s * PING_SHARE:
+            self._pinged_at = now
+            self._outbox.append(encode(Ping()))
 
     def _execute(self, table: OutgoingTable, conn: FrameSocket, item: Item) -> None:
         """Do one item. What is wrong with it alone (a page that does not exist, a message above

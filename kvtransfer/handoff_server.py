@@ -32,10 +32,12 @@ import xxhash
 
 from pageferry.kvtransfer import metric_names
 from pageferry.kvtransfer.frames import (
+    MAX_REASON,
     Cancel,
     FrameError,
     Message,
     Pages,
+    Ping,
     Refuse,
     Renew,
     Reserve,
@@ -49,7 +51,7 @@ from pageferry.kvtransfer.handoff import (
     IntakeListener,
     State,
 )
-from pageferry.kvtransfer.handshake import welcome
+from pageferry.kvtransfer.handshake import shown, welcome
 from pageferry.kvtransfer.incoming import Incoming, Outgoing, Peer
 from pageferry.kvtransfer.intake import IntakeTable
 from pageferry.kvtransfer.memory import PageStore, PoolMemory, adjacent_runs
@@ -63,6 +65,7 @@ from pageferry.kvtransfer.sockets import (
     send_fd,
     tune_tcp,
 )
+from pageferry.kvtransfer.tls import SCHEME
 from pageferry.kvtransfer.transfer_stats import Tally, figures
 
 log = logging.getLogger(__name__)
@@ -135,7 +138,8 @@ class HandoffServer:
             if not options.advertise and options.bind in ("0.0.0.0", "::", ""):
                 host = socket.gethostname()
             host = f"[{host}]" if ":" in host else host
-            self.addresses["tcp"] = f"{host}:{listener.getsockname()[1]}"
+            scheme = SCHEME if self._identity.tls else ""
+            self.addresses["tcp"] = f"{scheme}{host}:{listener.getsockname()[1]}"
             self._listen("tcp", listener)
         if "shm" in options.transports:
             listener, self.addresses["shm"] = listen_abstract()
@@ -277,8 +281,7 @@ class HandoffServer:
                 send_fd(conn, self._memory.fd)
             peer = Peer(hello.worker_id, transport)
         except HandoffRefused as refusal:
-            self._counts["refused"] += 1
-            self.refusals.append(refusal.reason)
+            self._note_refusal(refusal.reason)
         except (ConnectionLost, FrameError, OSError) as error:
             log.info("a %s connection ended in its handshake: %s", transport, error)
         else:
@@ -288,6 +291,10 @@ class HandoffServer:
                 self._sockets.discard(conn)
             conn.close()
 
+    def _note_refusal(self, reason: str) -> None:
+        self._counts["refused"] += 1
+        self.refusals.append(reason)
+
     def _serve_peer(self, peer: Peer, conn: FrameSocket) -> None:
         with self._lock:
             self._connections[peer] = conn
@@ -295,7 +302,8 @@ class HandoffServer:
         peer_gone = False
         try:
             while True:
-                self._handle(peer, conn, conn.recv_message())
+                message = conn.recv_message(lambda: conn.require_sound(conn.heard_at))
+                self._handle(peer, conn, message)
         except ConnectionLost as lost:
             peer_gone = lost.peer_gone
             log.info("handoff connection from %s: %s", peer.worker_id, lost)
@@ -330,6 +338,12 @@ class HandoffServer:
                 self._answer(peer, conn, self._table.stopped(peer, message))
             case Renew():
                 self._answer(peer, conn, self._table.renew(peer, message))
+            case Ping():
+                conn.send(message, stall_s=ANSWER_STALL_S)
+            case Refuse():  # the last word of its handshake
+                reason = f"{shown(peer.worker_id)!r} refused: {shown(message.reason, MAX_REASON)}"
+                self._note_refusal(reason)
+                raise ConnectionLost(reason)
             case _:
                 raise FrameError(f"{type(message).__name__} is not for a receiver")
 

@@ -56,6 +56,8 @@ MAX_FENCES = 65_536
 MAX_ID = 256
 """Characters of a request id."""
 
+MAX_TOKEN_ID = 2**31 - 1
+
 
 class IntakeTable:
     """All handoffs of one receiver. Thread-safe."""
@@ -267,8 +269,6 @@ class IntakeTable:
             request = Request.from_dict(message.request)
         except (WireError, TypeError, ValueError, OverflowError) as error:
             return f"malformed request: {error}", None
-        if type(request.ttl_ms) is not int or type(request.salt) is not str:
-            return "malformed request: ttl_ms or salt has the wrong type", None
         if len(request.request_id) > MAX_ID:
             return f"malformed request: its id has more than {MAX_ID} characters", None
         if message.n_tokens != len(request.token_ids):
@@ -320,6 +320,11 @@ class IntakeTable:
         named = (first_token.request_id, first_token.epoch, first_token.kind)
         if named != (request.request_id, request.epoch, Kind.TOKENS):
             return f"first token is of {named[0]} epoch {named[1]} ({named[2].name})"
+        if first_token.index != request.num_output_tokens or first_token.finish is not None:
+            return f"first token has index {first_token.index}, not {request.num_output_tokens}"
+        token_ids = first_token.token_ids
+        if len(token_ids) != 1 or not 0 <= token_ids[0] <= MAX_TOKEN_ID:
+            return f"first token must be one token id, not {len(token_ids)} or a negative one"
         return ""
 
     def _deliver(self, handoff: Incoming, first_token: Event) -> Outgoing:

@@ -2,6 +2,9 @@
 
 A `FrameSocket` wakes every `POLL_S` while it waits, so that its thread can notice that it should
 end (`closing`); a transfer that has begun and then sees no byte for `stall_s` is a lost connection.
+A writer that has heard nothing for a while sends a PING, and the receiver answers it: either end
+that hears nothing for the patience agreed in HELLO gives the connection up, so one whose other end
+vanished without a word is found whatever lies in between.
 Only the thread that owns a socket closes it. The waits are the kernel's (SO_RCVTIMEO, SO_SNDTIMEO):
 with a timeout of its own, Python would poll before each call.
 
@@ -20,6 +23,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from pageferry.kvtransfer.frames import HEADER, FrameError, Message, decode, encode, parse_header
 
@@ -53,12 +57,35 @@ def _always() -> bool:
     return True
 
 
+class Stream(Protocol):
+    """How bytes move: a socket itself, or what ciphers them on the way."""
+
+    def recv_into(self, buffer: bytearray, /) -> int: ...
+
+    def recvmsg_into(
+        self, buffers: Sequence[memoryview], ancbufsize: int, flags: int, /
+    ) -> tuple[int, Any, int, Any]: ...
+
+    def sendmsg(self, buffers: Sequence[memoryview], /) -> int: ...
+
+    def shutdown(self, how: int, /) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class FrameSocket:
     """A connected stream socket. One thread reads; several may send, one frame at a time."""
 
     def __init__(self, sock: socket.socket, stall_s: float) -> None:
         self.sock = sock
+        self.stream: Stream = sock
         self.stall_s = stall_s
+        self.patience_s = stall_s
+        """Silence after which the connection counts as lost; both ends agree on it in HELLO."""
+        self.heard_at = time.monotonic()
+        """When a byte last came in."""
+        self.channel = b""
+        """Names this TLS connection, equally at both ends; empty without TLS."""
         self.bytes_received = 0
         self.frames_sent = 0
         self.calls = 0
@@ -95,6 +122,11 @@ class FrameSocket:
         self._fill([memoryview(body)])
         return decode(tag, bytes(body))
 
+    def require_sound(self, since: float) -> None:
+        """`ConnectionLost` if nothing has been heard since then, and that is too long ago."""
+        if time.monotonic() - since > self.patience_s:
+            raise ConnectionLost(f"heard nothing for {self.patience_s:g} s")
+
     def recv_payload(self, views: Sequence[memoryview], keep: Callable[[], bool] = _always) -> bool:
         """Read exactly the views' bytes into them. False: `keep` said no on the way.
 
@@ -116,7 +148,7 @@ class FrameSocket:
         scratch = bytearray(_SCRATCH_BYTES)
         while not self.closing:
             try:
-                if not self.sock.recv_into(scratch):
+                if not self.stream.recv_into(scratch):
                     return True
             except BlockingIOError:
                 continue
@@ -151,7 +183,7 @@ class FrameSocket:
             if not got:
                 raise ConnectionLost("closed by the peer", peer_gone=True)
             idle = None  # a message has begun
-            silent_since = time.monotonic()
+            self.heard_at = silent_since = time.monotonic()
             pending = _advance(pending, got)
         return True
 
@@ -166,7 +198,7 @@ class FrameSocket:
             views = views[: IOV_MAX - 1]
             spare = [] if whole else self._spare
             flags = socket.MSG_WAITALL if whole else 0
-            got = self.sock.recvmsg_into([*views, *spare], 0, flags)[0]
+            got = self.stream.recvmsg_into([*views, *spare], 0, flags)[0]
             if spare:
                 wanted = sum(map(len, views))
                 self._ahead = spare[0][: max(0, got - wanted)]
@@ -198,7 +230,7 @@ class FrameSocket:
             while pending:
                 try:
                     self.calls += 1
-                    sent = self.sock.sendmsg(pending[:IOV_MAX])
+                    sent = self.stream.sendmsg(pending[:IOV_MAX])
                 except BlockingIOError:
                     if self.closing or time.monotonic() - stuck_since > limit:
                         self.end_sending()  # a frame was cut short; nothing can follow it
@@ -212,10 +244,11 @@ class FrameSocket:
     def end_sending(self) -> None:
         """No more from us; the peer sees the end of the stream, and we still see its end."""
         with contextlib.suppress(OSError):
-            self.sock.shutdown(socket.SHUT_WR)
+            self.stream.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         self.closing = True
+        self.stream.close()
         self.sock.close()
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +23,22 @@ from pageferry.kvtransfer.memory import PoolMemory
 from pageferry.kvtransfer.pool import PagePool
 from pageferry.kvtransfer.sockets import FrameSocket, dial_abstract, dial_tcp, recv_fd
 from pageferry.kvtransfer.wire import Event, Kind, Ledger, Request, SamplingParams, WorkerRecord
+
+for _name in (
+    "proxy",
+    "mutations",
+    "fuzz_frames",
+    "protocol_links",
+    "protocol_workers",
+    "protocol_world",
+):
+    # Test modules import these as `tests.kvtransfer.<name>`; pytest puts no folder on the path.
+    _path = Path(__file__).with_name(f"{_name}.py")
+    _spec = importlib.util.spec_from_file_location(f"tests.kvtransfer.{_name}", _path)
+    assert _spec is not None
+    assert _spec.loader is not None
+    sys.modules[_spec.name] = importlib.util.module_from_spec(_spec)
+    _spec.loader.exec_module(sys.modules[_spec.name])
 
 LAYOUT = KVLayout(dtype="float32", page_size=4, num_layers=3, num_kv_heads=2, head_dim=4)
 NAMESPACE = b"tests"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pageferry.kvtransfer.fair_share import share_budget
+from pageferry.kvtransfer.fair_share import MAX_PASSES, Turns, share_budget
 
 
 def test_what_fits_is_all_computed() -> None:
@@ -33,3 +33,24 @@ def test_the_budget_is_used_up_and_nobody_gets_more_than_remains(
     assert all(0 <= g <= r for g, r in zip(grants, remaining, strict=True))
     if remaining:
         assert grants[0] >= min(remaining[0], -(-budget // 2))
+
+
+@given(st.lists(st.tuples(st.sets(st.sampled_from("abc")), st.integers(1, 20)), max_size=60))
+def test_no_queue_is_passed_over_for_long(rounds: list[tuple[set[str], int]]) -> None:
+    """Whatever comes and goes: a queue that waits all the time gets one request in so many."""
+    turns = Turns("abc")
+    passed = dict.fromkeys("abc", 0)
+    for waiting, room in rounds:
+        for queue, most in turns.order(room):
+            took = most if queue in waiting else 0
+            turns.took(queue, took)
+            if took:
+                break
+        passed = {q: passed[q] + took if q in waiting else 0 for q in "abc"}
+        passed[queue] = 0
+        # Each of the two others may go first once more, and a read takes up to MAX_PASSES.
+        assert max(passed.values()) <= 3 * MAX_PASSES
+
+
+def test_queues_are_asked_in_order_of_priority() -> None:
+    assert Turns("abc").order(5) == [("a", 5), ("b", 5), ("c", 5)]

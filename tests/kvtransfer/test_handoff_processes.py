@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 
 import pytest
 
@@ -16,12 +17,13 @@ from pageferry.kvtransfer.wire import WorkerRecord
 
 WRITER = textwrap.dedent(
     """
-    import json, sys, time
+    import os, signal, sys, time
+    from pageferry.kvtransfer.frames import Pages, encode
     from pageferry.kvtransfer.handoff import HandoffError, Identity
     from pageferry.kvtransfer.handoff_client import ClientOptions, HandoffClient
     from pageferry.kvtransfer.layout import KVLayout
     from pageferry.kvtransfer.memory import PoolMemory
-    from pageferry.kvtransfer.pool import PagePool
+    from pageferry.kvtransfer.sockets import FrameSocket
     from pageferry.kvtransfer.wire import Event, Kind, Request, SamplingParams, WorkerRecord
 
     mode, transport, record = sys.argv[1], sys.argv[2], bytes.fromhex(sys.argv[3])
@@ -54,6 +56,44 @@ WRITER = textwrap.dedent(
             print(error.reason, flush=True)
         handoff.detached.result(10)
         sys.stdin.readline()
+    elif mode == "inside":
+        # Frozen where nothing can be checked any more: in the copy, or between two calls of send.
+        def stop_once():
+            if not stopped:
+                stopped.append(True)
+                print("inside", flush=True)
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+        stopped = []
+        if transport == "shm":
+            write = PoolMemory.write
+
+            def frozen_write(memory, layer, runs, source):
+                stop_once()
+                write(memory, layer, runs, source)
+
+            PoolMemory.write = frozen_write
+        else:
+            send = FrameSocket.send
+
+            def frozen_send(conn, message, payload=(), stall_s=None):
+                if isinstance(message, Pages):
+                    conn.sock.sendall(encode(message) + bytes(payload[0])[:100])
+                    stop_once()
+                    conn.sock.sendall(bytes(payload[0])[100:])
+                else:
+                    send(conn, message, payload, stall_s)
+
+            FrameSocket.send = frozen_send
+        handoff = client.reserve(request("child"), []).result(10)
+        handoff.push(0, 0, [0, 1, 2, 3, 4])
+        try:
+            handoff.seal(token("child")).result(10)
+            print("committed", flush=True)
+        except HandoffError as error:
+            print(error.reason, flush=True)
+        handoff.detached.result(10)
+        client.close()
     else:
         print("running", flush=True)
         number = 0
@@ -83,7 +123,7 @@ def spawn(world, transport):
             )
             stack.callback(child.kill)
             assert child.stdout is not None
-            assert child.stdout.readline().strip() in ("paused", "running")
+            assert child.stdout.readline().strip() in ("paused", "running", "inside")
             return child
 
         yield start
@@ -133,6 +173,34 @@ def test_a_writer_that_wakes_up_confirms_that_it_stopped(world, transport, spawn
     assert not receiver.inbox.intakes
     tell(child)
     assert child.wait(10) == 0
+
+
+def test_the_late_write_of_a_thawed_writer_lands_in_nobodys_page(world, transport, spawn):
+    """Its lease lapses, the next epoch is handed over by another writer, then it goes on."""
+    receiver = world.receiver(timeout_s=0.4)
+    child = spawn("inside", receiver.record)
+    world.wait_until(lambda: receiver.pool.ledger().reserved == 0)
+    ledger = receiver.pool.ledger()
+    assert (ledger.quarantined, ledger.free) == ((6, 10) if transport == "shm" else (0, 16))
+    other = world.writer(receiver, transport)
+    request = replace(world.make_request("child", 20, epoch=2), token_ids=tuple(range(20)))
+    other.hand_over(receiver, request, [5, 6, 7, 8, 9])
+    (intake,) = receiver.inbox.intakes
+    before = [receiver.page(layer, page) for layer in range(3) for page in intake.page_ids]
+    late = b"\x11" * world.layout.page_bytes
+
+    os.kill(child.pid, signal.SIGCONT)
+    world.wait_until(lambda: receiver.server.open_handoffs() == 0)
+    assert "committed" not in child.stdout.readline()
+    assert child.wait(10) == 0
+    now = [receiver.page(layer, page) for layer in range(3) for page in intake.page_ids]
+    assert now == before
+    written = [page for page in range(16) if receiver.page(0, page) == late]
+    # Over shm it did write, into pages that were still kept for it.
+    assert written == ([0, 1, 2, 3, 4] if transport == "shm" else [])
+    assert receiver.pool.ledger().free == 16 - 6
+    receiver.check()
+    receiver.finish()
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.02, 0.05, 0.11])
