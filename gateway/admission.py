@@ -6,6 +6,7 @@ worker could ever hold. Passing reasons are 429 or 503 with Retry-After.
 
 from __future__ import annotations
 
+from pageferry.gateway.bodies import Bodies
 from pageferry.gateway.errors import ApiError, bad_request, overloaded, unavailable
 from pageferry.gateway.fleet import Fleet
 from pageferry.kvtransfer.settings import GatewaySettings
@@ -16,6 +17,7 @@ class Admission:
         self._settings = settings
         self._fleet = fleet
         self._context_len = context_len
+        self.bodies = Bodies(int(settings.max_body_mib * 2**20))
         self.preparing = 0
         """Calls that are being parsed and tokenised now."""
         self.draining = False

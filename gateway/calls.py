@@ -21,17 +21,21 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
+from pageferry.gateway.access import tenant_of
 from pageferry.gateway.admission import Admission
 from pageferry.gateway.choices import Choice
 from pageferry.gateway.detokenize import TextStream
 from pageferry.gateway.dispatch import Dispatcher
 from pageferry.gateway.errors import ApiError, bad_request
+from pageferry.gateway.log_lines import log_text, place
 from pageferry.gateway.metrics import GatewayMetrics
+from pageferry.gateway.rate_limits import Visit
 from pageferry.gateway.requests import Generation
 from pageferry.gateway.responses import ChatShape, CompletionShape, Shape, usage_of
 from pageferry.gateway.schema import ChatCall, CompletionCall, parse_chat, parse_completion
-from pageferry.gateway.sse import ClientGone, EventStream
+from pageferry.gateway.sse import ClientGone, EventStream, send_whole
 from pageferry.gateway.text import Tokenizer
+from pageferry.gateway.web_errors import QUEUED, request_id
 from pageferry.kvtransfer import metric_names as names
 from pageferry.kvtransfer.settings import GatewaySettings
 
@@ -40,6 +44,7 @@ log = logging.getLogger(__name__)
 INLINE_BYTES = 2048
 """Bodies up to this size are parsed and tokenised on the event loop: a thread hop costs more."""
 LONG_BODY_BYTES = 32 * 1024
+PACKED_AT_ONCE = 64 * 1024
 DEFAULT_MAX_TOKENS = 16
 """Completions only, as the OpenAI API has it; chats may fill the context."""
 SEED_RANGE = 2**63
@@ -84,7 +89,7 @@ def prepare_completion(context: CallContext, body: bytes) -> Prepared:
         if not ids:
             raise bad_request("The prompt is empty: there is nothing to continue.", "prompt")
         tokenizer.check_ids(ids)
-        prompts.append(array("i", ids))
+        prompts.append(packed(ids))
         if call.echo:
             texts.append(prompt if isinstance(prompt, str) else text_of(tokenizer, ids))
     return Prepared(call, prompts, texts, "prompt")
@@ -96,7 +101,15 @@ def prepare_chat(context: CallContext, body: bytes) -> Prepared:
     check_model(context.model, call.model)
     context.admission.check_shape(call.n, 1)
     ids = context.tokenizer.encode_chat(call.messages, template_kwargs=call.template_kwargs)
-    return Prepared(call, [array("i", ids)], [], "messages")
+    return Prepared(call, [packed(ids)], [], "messages")
+
+
+def packed(ids: list[int]) -> array[int]:
+    """In slices: converting all of 700,000 would keep other threads waiting for 20 ms."""
+    prompt = array("i")
+    for start in range(0, len(ids), PACKED_AT_ONCE):
+        prompt.extend(ids[start : start + PACKED_AT_ONCE])
+    return prompt
 
 
 def text_of(tokenizer: Tokenizer, ids: list[int]) -> str:
@@ -129,40 +142,59 @@ class Calls:
         shape_class: type[Shape],
     ) -> web.StreamResponse:
         context = self._context
-        arrived = asyncio.get_running_loop().time()
-        try:
-            prepared = await self._read(request, prepare)
-            wake = asyncio.Event()
-            choices = make_choices(context, prepared, arrived, wake)
-            context.admission.check_room(len(choices), context.dispatcher.num_waiting)
-        except ApiError as error:
-            context.metrics.count(names.REQUESTS_REFUSED, 1, str(error.status))
-            raise
-        call = prepared.call
+        with tenant_of(request).visit() as visit:
+            origin = Origin(visit.salt, request_id(request), asyncio.get_running_loop().time())
+            try:
+                visit.start()
+                prepared = await self._read(request, prepare)
+                wake = asyncio.Event()
+                choices = make_choices(context, prepared, origin, wake)
+                visit.grow(len(choices))
+                context.admission.check_room(len(choices), context.dispatcher.num_waiting)
+            except ApiError as error:
+                context.metrics.count(names.REQUESTS_REFUSED, 1, str(error.status))
+                raise
+            visit.spend(sum(map(len, prepared.prompts)))
+            run = Run(context, choices, wake, visit)
+            return await self._answer(request, prepared.call, run, shape_class)
+
+    async def _answer(
+        self,
+        request: web.Request,
+        call: ChatCall | CompletionCall,
+        run: Run,
+        shape_class: type[Shape],
+    ) -> web.StreamResponse:
+        context, choices = self._context, run.choices
         shape = shape_class(
             context.model,
             context.tokenizer,
             logprobs=call.logprobs,
             usage_chunk=call.stream and call.include_usage,
         )
-        run = Run(context, choices, wake)
         stream = EventStream(request, context.settings.slow_client_s)
+        answer: web.StreamResponse = stream.response
         outcome, cause = "abort", None
+        request[QUEUED] = True
         try:
             await context.dispatcher.submit([choice.generation for choice in choices])
             if call.stream:
                 return await run.stream(stream, shape)
             await run.complete()
-            return web.json_response(shape.body(choices, usage_of(choices)))
+            answer = web.json_response(shape.body(choices, usage_of(choices)))
+            await send_whole(request, answer, context.settings.slow_client_s)
+            return answer
         except ApiError as error:
             outcome, cause = "error", error
             raise
         except ClientGone as error:
-            log.info("stream %s cut off: %s", shape.id, error)
-            return stream.response
+            log.info("answer %s cut off: %s", shape.id, error)
+            return answer
         finally:
             for choice in choices:
                 context.dispatcher.end(choice.generation, outcome, cause)
+                if context.settings.log_prompts:
+                    log_text(choice.generation, context.tokenizer)
 
     async def _read(
         self, request: web.Request, prepare: Callable[[CallContext, bytes], Prepared]
@@ -171,36 +203,27 @@ class Calls:
         context.admission.check_open(context.dispatcher.num_waiting)
         context.admission.preparing += 1
         try:
-            body = await read_body(request, int(context.settings.max_body_mib * 2**20))
-            if len(body) <= INLINE_BYTES:
-                return prepare(context, body)
-            pool = context.threads if len(body) <= LONG_BODY_BYTES else context.long_threads
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(pool, prepare, context, body)
+            async with context.admission.bodies.read(request) as body:
+                if len(body) <= INLINE_BYTES:
+                    return prepare(context, body)
+                pool = context.threads if len(body) <= LONG_BODY_BYTES else context.long_threads
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(pool, prepare, context, body)
         finally:
             context.admission.preparing -= 1
 
 
-async def read_body(request: web.Request, limit: int) -> bytes:
-    """The body, at most `limit` bytes: what is longer is cut off while it arrives."""
-    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-        text = "Compressed bodies are not accepted; send the JSON as it is."
-        raise ApiError(415, text, "invalid_request_error", "unsupported_encoding")
-    if request.content_length is not None and request.content_length > limit:
-        raise body_too_large(limit)
-    try:
-        return await request.read()
-    except web.HTTPRequestEntityTooLarge:
-        raise body_too_large(limit) from None
+@dataclass(frozen=True)
+class Origin:
+    """Where a call comes from, and when it came."""
 
-
-def body_too_large(limit: int) -> ApiError:
-    text = f"The body is larger than {limit} bytes (see --max-body-mib)."
-    return ApiError(413, text, "invalid_request_error", "body_too_large")
+    salt: str
+    client_id: str
+    arrived: float
 
 
 def make_choices(
-    context: CallContext, prepared: Prepared, arrived: float, wake: asyncio.Event
+    context: CallContext, prepared: Prepared, origin: Origin, wake: asyncio.Event
 ) -> list[Choice]:
     """One choice per prompt and n, in that order; `ApiError` when a prompt cannot fit."""
     call = prepared.call
@@ -224,9 +247,11 @@ def make_choices(
                 sampling=sampling,
                 gateway=context.gateway_id,
                 queue_class=call.priority_class,
-                arrived=arrived,
-                deadline=arrived + context.settings.request_timeout_s,
+                arrived=origin.arrived,
+                deadline=origin.arrived + context.settings.request_timeout_s,
                 wake=wake,
+                salt=origin.salt,
+                client_id=origin.client_id,
             )
             text_stream = TextStream(
                 tokenizer,
@@ -246,9 +271,12 @@ def make_choices(
 class Run:
     """Follows the generations of one call until all have ended."""
 
-    def __init__(self, context: CallContext, choices: list[Choice], wake: asyncio.Event) -> None:
+    def __init__(
+        self, context: CallContext, choices: list[Choice], wake: asyncio.Event, visit: Visit
+    ) -> None:
         self._context = context
-        self._choices = choices
+        self._visit = visit
+        self.choices = choices
         self._open = list(choices)
         self._wake = wake
 
@@ -278,13 +306,21 @@ class Run:
                         timer = loop.call_at(due, self._wake.set)
                     await self._wake.wait()
             if shape.usage_chunk:
-                data += shape.usage_event(usage_of(self._choices))
+                data += shape.usage_event(usage_of(self.choices))
             return await stream.finish(data.encode())
         except ApiError as error:
             if not stream.started:
                 raise
-            self._fail(error)
-            return await stream.fail(error)
+            return await self._fail(stream, error)
+        except (ClientGone, ConnectionError):
+            raise
+        except Exception as error:
+            if not stream.started:
+                raise  # the middleware answers
+            self._context.metrics.count(names.INTERNAL_ERRORS)
+            log.error("unexpected %s at %s in a stream", type(error).__name__, place(error))
+            text = "The gateway failed on this request; it is logged."
+            return await self._fail(stream, ApiError(500, text, "server_error", "internal_error"))
         finally:
             timer.cancel()
 
@@ -293,12 +329,12 @@ class Run:
         self._wake.clear()
         events = []
         ended = False
+        used = 0
         for choice in self._open:
             generation = choice.generation
             before = generation.delivered
             piece = choice.take()
-            gained = generation.delivered - before
-            self._context.metrics.delivered_tokens += gained
+            used += generation.delivered - before
             if piece is not None:
                 if shape is None:
                     choice.pieces.append(piece)
@@ -309,10 +345,13 @@ class Run:
             elif generation.error is not None:
                 raise generation.error
             ended = ended or choice.finish is not None
+        self._context.metrics.delivered_tokens += used
+        self._visit.spend(used)
         if ended:
             self._open = [choice for choice in self._open if choice.finish is None]
         return "".join(events)
 
-    def _fail(self, error: ApiError) -> None:
-        for choice in self._choices:
+    async def _fail(self, stream: EventStream, error: ApiError) -> web.StreamResponse:
+        for choice in self.choices:
             self._context.dispatcher.end(choice.generation, "error", error)
+        return await stream.fail(error)

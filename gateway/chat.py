@@ -2,8 +2,8 @@
 
 A template comes with the model (`chat_template.jinja`, or `chat_template` in
 tokenizer_config.json, where a list of named ones means the one called "default"). It is a program
-by a stranger, so it runs in Jinja's immutable sandbox with bounds: on the size of the output, the
-total length of its ranges, repetition and powers, and on time. It sees what transformers gives it:
+by a stranger, so it runs in Jinja's immutable sandbox with bounds on steps, time and size of text
+(`template_limits`). It sees what transformers gives it:
 `messages`, `add_generation_prompt`, `tools` and `documents` as None, the special tokens by name,
 `raise_exception`, `strftime_now`, `tojson` without HTML escapes, `{% generation %}` blocks, and
 `break`/`continue`.
@@ -14,7 +14,6 @@ Whatever goes wrong while rendering is the fault of these messages with this tem
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -25,19 +24,10 @@ import jinja2.ext
 import jinja2.nodes
 from jinja2.exceptions import SecurityError
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pageferry.gateway.errors import ApiError, bad_request
+from pageferry.gateway.template_limits import BUDGET, BoundedEnvironment, Budget, TooMuch
 from pageferry.kvtransfer.model_files import ModelNotFound
-
-MAX_RENDER_S = 5.0
-MAX_GROWTH = 4
-"""Characters of output per character of message text, beyond the first `MAX_FIXED_CHARS`."""
-MAX_FIXED_CHARS = 2**20
-MAX_RANGE_TOTAL = 200_000
-"""Sum of the lengths of all ranges that one rendering makes."""
-MAX_REPEAT = 10_000
-MAX_EXPONENT = 64
 
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
@@ -46,29 +36,6 @@ Message = Mapping[str, Any]
 
 class _Refusal(jinja2.TemplateError):
     """The template called raise_exception; its message is meant for the client."""
-
-
-class _TooMuch(jinja2.TemplateError):
-    """Rendering went beyond one of the bounds."""
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset(("*", "**"))
-
-    def call_binop(
-        self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
-    ) -> Any:
-        if operator == "**" and not (isinstance(right, int) and abs(right) <= MAX_EXPONENT):
-            raise _TooMuch("power")
-        if operator == "*" and not (_is_number(left) and _is_number(right)):
-            factor = right if _is_number(right) else left
-            if not _is_number(factor) or factor > MAX_REPEAT:
-                raise _TooMuch("repetition")
-        return super().call_binop(context, operator, left, right)
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
@@ -105,37 +72,12 @@ def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
 
 
-class _Budget:
-    """The bounds of one rendering."""
-
-    def __init__(self, num_chars: int) -> None:
-        self._deadline = time.monotonic() + MAX_RENDER_S
-        self._chars = MAX_FIXED_CHARS + MAX_GROWTH * num_chars
-        self._steps = MAX_RANGE_TOTAL
-
-    def range(self, *bounds: int) -> range:
-        """Jinja's `range`, counted."""
-        steps = range(*bounds)
-        self._steps -= len(steps) + 1
-        self._check("loop")
-        return steps
-
-    def take(self, text: str) -> str:
-        self._chars -= len(text)
-        self._check("output")
-        return text
-
-    def _check(self, what: str) -> None:
-        if self._chars < 0 or self._steps < 0 or time.monotonic() > self._deadline:
-            raise _TooMuch(what)
-
-
 class ChatTemplate:
     """A compiled template. Thread-safe: rendering keeps its state to itself."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """`special_tokens`: `bos_token` and the like -> their text. Raises `ModelNotFound`."""
-        environment = _Environment(
+        environment = BoundedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[_GenerationBlocks, jinja2.ext.loopcontrols],
@@ -144,7 +86,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         try:
-            self._template = environment.from_string(source)
+            self._template = environment.bounded_template(source)
         except jinja2.TemplateSyntaxError as error:
             raise ModelNotFound(
                 f"the model's chat template does not compile: {error.message} (line {error.lineno})"
@@ -161,7 +103,7 @@ class ChatTemplate:
     ) -> str:
         """The prompt as text, special tokens included. Raises `ApiError` 400."""
         prepared = [self._prepare(message) for message in messages]
-        budget = _Budget(sum(len(v) for m in prepared for v in m.values() if isinstance(v, str)))
+        budget = Budget(sum(len(v) for m in prepared for v in m.values() if isinstance(v, str)))
         variables = {
             **self._special_tokens,
             **(template_kwargs or {}),
@@ -171,16 +113,19 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
             "range": budget.range,
         }
+        token = BUDGET.set(budget)
         try:
             return "".join(budget.take(chunk) for chunk in self._template.generate(variables))
         except _Refusal as error:
             raise _refused(str(error)[:300]) from None
-        except _TooMuch as error:
+        except TooMuch as error:
             raise _refused(f"rendering takes too much ({error})") from None
         except SecurityError as error:
             raise _refused("it does what a template must not do") from error
         except Exception as error:  # a stranger's program: any type may come out of it
             raise _refused(f"it fails with {type(error).__name__}") from error
+        finally:
+            BUDGET.reset(token)
 
     def _prepare(self, message: Message) -> dict[str, Any]:
         """Names as templates expect them (transformers 5 fills in the same two)."""

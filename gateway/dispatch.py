@@ -6,8 +6,13 @@
 
 Before a generation goes out again, all workers are told to drop the earlier epoch, and the entry of
 that epoch leaves its queue. Where it goes: to the shared prefill queues while a prefill worker is
-ready, else straight to the decode worker with the most room. Without any it stays parked until
-there is one or its deadline passes.
+ready and large enough, else straight to the decode worker with the most room. Without any it stays
+parked until there is one or its deadline passes.
+
+When a worker dies, everything that it had may be the cause. After two deaths in a row without two
+new tokens between them a generation is a suspect, and suspects go out one at a time: the next one
+when the one before has ended or got on by two tokens. So the third death condemns the poisonous
+request only, and no bystander that shared its workers before.
 
 Runs on the event loop and never waits for Redis, except in `submit`.
 """
@@ -22,10 +27,12 @@ from typing import Any
 
 from pageferry.gateway.errors import ApiError, unavailable
 from pageferry.gateway.fleet import Fleet
+from pageferry.gateway.log_lines import class_name
 from pageferry.gateway.metrics import GatewayMetrics
 from pageferry.gateway.outbox import Command, Job, Outbox
 from pageferry.gateway.requests import Entry, Generation, Verdict
 from pageferry.kvtransfer import metric_names as names
+from pageferry.kvtransfer.bus import MAX_CONTROL_ENTRIES
 from pageferry.kvtransfer.keys import FIELD, PREFILL_GROUP, Keys
 from pageferry.kvtransfer.settings import GatewaySettings
 from pageferry.kvtransfer.wire import Cancel, Event, Kind, pack, pack_control
@@ -35,11 +42,15 @@ log = logging.getLogger(__name__)
 SUBMIT_TIMEOUT_S = 1.5
 """How long a new call waits for Redis before it is refused with 503."""
 MAX_DEATHS = 3
-"""Deaths or failures of workers after which their request is taken to be the cause."""
-FAILURE_CODES = ("step_failed", "internal_error", "handoff_failed")
-"""REQUEUE codes that may be the request's own fault; they count like deaths."""
+"""Deaths of workers, or failed handoffs, in a row after which their request is the cause."""
+CAUSES = {
+    "step_failed": "worker_failure",
+    "internal_error": "worker_failure",
+    "handoff_failed": "handoff_failed",
+}
+"""Causes of resubmission by the code of a REQUEUE event; others are no fault of the request."""
+BLAMED = ("worker_death", "worker_failure", "handoff_failed")
 MAX_PAUSE_S = 2.0
-MAX_CONTROL_ENTRIES = 10_000
 MAX_DEAD_LETTERS = 1_000
 
 WORKER_ERROR_STATUS = {
@@ -71,6 +82,8 @@ class Dispatcher:
         self._settings = settings
         self._fleet = fleet
         self._metrics = metrics
+        self._isolated: Generation | None = None
+        """The suspect that is out now."""
         self._loop = asyncio.get_running_loop()
         self._decode_seen = self._loop.time()
         """When some decode worker was last ready."""
@@ -80,6 +93,7 @@ class Dispatcher:
     async def submit(self, generations: Sequence[Generation]) -> None:
         """Queue new generations. `ApiError` 503 when Redis or the decode workers are missing."""
         if not self._fleet.has_decode:
+            self._metrics.count(names.REQUESTS_REFUSED, 1, "503")
             raise unavailable(self._fleet.why_not_ready(), "no_decode_worker", 2)
         results: list[asyncio.Future[None]] = []
         jobs: list[Job | None] = []
@@ -113,13 +127,17 @@ class Dispatcher:
             return
         if generation.active:
             self._recall(generation)
-        if self.generations.pop(generation.id, None) is not None and generation.waiting:
+        was_accepted = self.generations.pop(generation.id, None) is not None
+        if was_accepted and generation.waiting:
             self.num_waiting -= 1
         generation.close(outcome, error)
+        if generation is self._isolated:
+            self._next_suspect()
         if not self.generations:
             self.idle.set()
         now = self._loop.time()
-        self._metrics.ended(generation, now)
+        if was_accepted:
+            self._metrics.ended(generation, now)
         log_end(generation, now)
 
     # --- what the token reader and the watcher call ------------------------------------------
@@ -145,8 +163,7 @@ class Dispatcher:
         if verdict is Verdict.GAP:
             self.resubmit(generation, "gap")
         elif verdict is Verdict.REQUEUE:
-            failed = event.code in FAILURE_CODES
-            self.resubmit(generation, "worker_failure" if failed else "requeue")
+            self.resubmit(generation, CAUSES.get(event.code, "requeue"))
         elif verdict is Verdict.ERROR:
             status = WORKER_ERROR_STATUS.get(event.code, 500)
             kind = "invalid_request_error" if status == 400 else "server_error"
@@ -167,19 +184,21 @@ class Dispatcher:
         else:
             self._metrics.token_gap((now - generation.last_token) / gained, gained)
         generation.last_token = now
+        if generation is self._isolated and generation.has_progressed:
+            self._next_suspect()
 
-    def on_workers_missing(self, live: set[str], seen_at: float, draining: set[str]) -> None:
+    def on_workers_missing(self, live: set[str], seen_at: float, left: set[str]) -> None:
         """Take back what belongs to workers that are not in `live`, as read at `seen_at`.
 
         What was assigned after `seen_at` is left alone: its worker may be newer than the look.
-        Workers in `draining` left on purpose: that is no death.
+        Workers in `left` went on purpose: that is no death.
         """
         for generation in list(self.generations.values()):
             holder = generation.holder
             if not generation.active or not holder or holder in live:
                 continue
             if generation.assigned < seen_at:
-                cause = "requeue" if holder in draining else "worker_death"
+                cause = "requeue" if holder in left else "worker_death"
                 self.resubmit(generation, cause)
 
     def on_claim_lost(self, request_id: str, epoch: int) -> None:
@@ -222,10 +241,12 @@ class Dispatcher:
     def reroute(self) -> None:
         """After a look at the registry: move what lies where nobody will fetch it."""
         stranded = self._fleet.has_decode and not self._fleet.has_prefill
+        now = self._loop.time()
         for generation in list(self.generations.values()):
             entry = generation.entry
             if generation.parked and generation.resubmissions:
-                self._send_again(generation, generation.epoch)
+                if generation.send_at <= now:  # else its pause is not over
+                    self._send_again(generation, generation.epoch)
             elif stranded and entry is not None and not entry.worker and not generation.owner:
                 self.resubmit(generation, "reroute")
 
@@ -237,17 +258,18 @@ class Dispatcher:
             return
         holder = generation.holder
         self._recall(generation)
+        blames = 0
+        if cause in BLAMED:
+            blames = generation.blame(for_handoff=cause == "handoff_failed")
         generation.next_epoch()
         self._metrics.count(names.REQUEST_RESUBMISSIONS, 1, cause)
         log.info(
             "resubmit id=%s cause=%s worker=%s epoch=%d tokens=%d",
             generation.id, cause, holder or "-", generation.epoch, len(generation.tokens),
         )  # fmt: skip
-        if cause in ("worker_death", "worker_failure"):
-            generation.deaths += 1
-            if generation.deaths >= MAX_DEATHS:
-                self._give_up(generation)
-                return
+        if blames >= MAX_DEATHS:
+            self._give_up(generation)
+            return
         if generation.spent:
             generation.finish = generation.spent
             generation.parked = False
@@ -256,12 +278,27 @@ class Dispatcher:
         pause = 0.0
         if generation.fruitless > 1:
             pause = min(MAX_PAUSE_S, 0.05 * 2**generation.fruitless)
-        epoch = generation.epoch
-        self._loop.call_later(pause, self._send_again, generation, epoch)
+        generation.send_at = self._loop.time() + pause
+        self._loop.call_later(pause, self._send_again, generation, generation.epoch)
 
     def _send_again(self, generation: Generation, epoch: int) -> None:
-        if generation.active and generation.parked and generation.epoch == epoch:
-            self._push(generation, None)
+        """Send out what is parked, unless it is a suspect and another one is out."""
+        if not generation.active or not generation.parked or generation.epoch != epoch:
+            return
+        if generation.is_suspect:
+            self._isolated = self._isolated or generation
+            if self._isolated is not generation:
+                return
+        self._push(generation, None)
+
+    def _next_suspect(self) -> None:
+        """The isolated one has ended or is cleared: the next one may go out."""
+        self._isolated = None
+        now = self._loop.time()
+        for generation in list(self.generations.values()):
+            if generation.is_suspect and generation.parked and generation.send_at <= now:
+                self._send_again(generation, generation.epoch)
+                return
 
     def _give_up(self, generation: Generation) -> None:
         letter = {
@@ -298,11 +335,15 @@ class Dispatcher:
         num_tokens = len(generation.prompt) + len(generation.tokens)
         worker = ""
         local = num_tokens <= self._settings.local_prefill_tokens
-        if local or not self._fleet.has_prefill:
+        if local or not self._fleet.can_prefill(num_tokens):
             record = self._fleet.pick_decode(num_tokens)
             if record is None:
                 if result is not None:
-                    result.set_exception(unavailable(self._fleet.why_not_ready(), retry_after=2))
+                    text = self._fleet.why_not_ready() or (
+                        f"No decode worker takes a sequence of {num_tokens} tokens now: the ones "
+                        "that could hold it are short of memory."
+                    )
+                    result.set_exception(unavailable(text, retry_after=2))
                 return None
             worker = record.id
             queue = self._keys.decode_queue(worker)
@@ -367,17 +408,22 @@ def log_end(generation: Generation, now: float) -> None:
 
     error = generation.error
     log.info(
-        "request_end id=%s outcome=%s error=%s status=%s prompt_tokens=%d cached_tokens=%d "
-        "output_tokens=%d queue_s=%s prefill_s=%s decode_s=%s total_s=%.3f epoch=%d workers=%s",
+        "request_end id=%s client_id=%s key=%s outcome=%s error=%s class=%s status=%s "
+        "prompt_tokens=%d cached_tokens=%d output_tokens=%d queue_s=%s prefill_s=%s "
+        "transfer_s=%s decode_s=%s total_s=%.3f epoch=%d workers=%s",
         generation.id,
+        generation.client_id or "-",
+        generation.salt or "-",
         generation.outcome,
         (error.code or error.type) if error else "-",
+        class_name(error) if error else ("ClientGone" if generation.outcome == "abort" else "-"),
         error.status if error else 200,
         len(generation.prompt),
         generation.cached_tokens,
         generation.delivered,
         since(generation.arrived, generation.claimed),
         since(generation.claimed, generation.first_token),
+        since(generation.first_token, generation.handed_over),
         since(generation.first_token, generation.last_token),
         now - generation.arrived,
         generation.epoch,

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from pageferry.kvtransfer.device_health import DEVICE_HEALTH, SEVERITY
 from pageferry.kvtransfer.wire import WorkerRecord
+
+
+def is_blocked(record: WorkerRecord) -> bool:
+    """Whether its memory or its device is in such a state that it takes no new work."""
+    return record.stats.get(DEVICE_HEALTH, 0) >= SEVERITY["stop"]
 
 
 class Fleet:
@@ -29,12 +35,20 @@ class Fleet:
     @property
     def has_prefill(self) -> bool:
         """Some ready prefill worker fits some ready decode worker: same weights, same layout."""
+        return bool(self._prefillers())
+
+    def can_prefill(self, num_tokens: int) -> bool:
+        """Whether so many can be left to the prefill queues, where any worker may take them."""
+        prefillers = self._prefillers()
+        return bool(prefillers) and all(r.max_model_len > num_tokens for r in prefillers)
+
+    def _prefillers(self) -> list[WorkerRecord]:
         decoders = self.ready("decode")
-        return any(
-            p.fingerprint == d.fingerprint and p.layout == d.layout
+        return [
+            p
             for p in self.ready("prefill")
-            for d in decoders
-        )
+            if any(p.fingerprint == d.fingerprint and p.layout == d.layout for d in decoders)
+        ]
 
     @property
     def has_decode(self) -> bool:
@@ -62,7 +76,9 @@ class Fleet:
             taken = self._promised.get(record.id, 0)
             return (record.ledger.available - taken) * record.ledger.page_size
 
-        candidates = [r for r in self.ready("decode") if r.max_model_len > num_tokens]
+        candidates = [
+            r for r in self.ready("decode") if r.max_model_len > num_tokens and not is_blocked(r)
+        ]
         if not candidates:
             return None
         best = max(candidates, key=room)

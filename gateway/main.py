@@ -1,5 +1,7 @@
 """`python -m pageferry.gateway.main`: the gateway process.
 
+SIGTERM and SIGINT end it. SIGHUP reads API keys and certificate again; without either it ends too.
+
 Exit codes: 0 after SIGTERM or SIGINT, 1 when it broke, 2 with one sentence when it cannot start.
 Nothing goes to stdout; logs go to stderr.
 """
@@ -16,9 +18,9 @@ from typing import NoReturn
 
 import uvloop
 
+from pageferry.gateway import log_lines
 from pageferry.gateway.app import Gateway
 from pageferry.gateway.text import Tokenizer
-from pageferry.kvtransfer import logs
 from pageferry.kvtransfer.model_files import ModelNotFound, resolve_model_dir, served_name
 from pageferry.kvtransfer.settings import GatewaySettings, from_args
 
@@ -48,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv,
     )
     check(settings)
-    logs.configure(settings.log_level, "gateway")
+    log_lines.configure(settings.log_level)
     try:
         tokenizer = Tokenizer.from_dir(resolve_model_dir(settings.model))
         tokenizer.warm_up()
@@ -83,8 +85,6 @@ def check(settings: GatewaySettings) -> None:
     for name in POSITIVE:
         if getattr(settings, name) <= 0:
             fail(f"--{name.replace('_', '-')} {getattr(settings, name):g} must be above 0")
-    if not settings.redis_url.startswith(("redis://", "rediss://", "unix://")):
-        fail("--redis-url must begin with redis://, rediss:// or unix://")
 
 
 def fail(sentence: str) -> NoReturn:
@@ -95,14 +95,19 @@ def fail(sentence: str) -> NoReturn:
 async def serve(settings: GatewaySettings, model: str, tokenizer: Tokenizer) -> int:
     """Run until a signal; returns the exit code."""
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(log_lines.contain)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     try:
         gateway = Gateway(settings, model, tokenizer)
-        await gateway.start()
     except (OSError, ValueError) as error:
-        fail(f"cannot listen on {settings.host}:{settings.port} or use --redis-url: {error}")
+        fail(f"cannot start: {error}")
+    try:
+        await gateway.start()
+    except OSError as error:
+        fail(f"cannot listen on {settings.host}:{settings.port}: {error}")
+    loop.add_signal_handler(signal.SIGHUP, gateway.reload if gateway.can_reload else stop.set)
     gateway.failed.add_done_callback(lambda _: stop.set())
     await stop.wait()
     broken = gateway.failed.exception() if gateway.failed.done() else None

@@ -21,6 +21,12 @@ from dataclasses import dataclass, field
 from pageferry.gateway.errors import ApiError
 from pageferry.kvtransfer.wire import Event, Kind, Request, SamplingParams, TokenLogprob
 
+PROGRESS_TOKENS = 2
+"""New tokens after which a request is not to blame for earlier deaths: with the first one a prefill
+worker has survived it, with the second one a decode worker."""
+SUSPECT_DEATHS = 2
+"""Deaths in a row after which a request is tried alone."""
+
 
 class Verdict(enum.Enum):
     """What an event meant for its generation."""
@@ -59,6 +65,10 @@ class Generation:
     deadline: float
     wake: asyncio.Event
     """Set whenever there is something new; shared by all generations of a call."""
+    salt: str = ""
+    """Name of the API key: partition of the prefix caches. Empty where no keys are asked for."""
+    client_id: str = ""
+    """The X-Request-Id of the call, for the log."""
 
     epoch: int = 0
     tokens: list[int] = field(default_factory=list)
@@ -75,9 +85,14 @@ class Generation:
     workers: list[str] = field(default_factory=list)
     """Every owner so far, in order."""
     deaths: int = 0
+    """Workers in a row that died or failed with it before `PROGRESS_TOKENS` had come."""
+    failed_handoffs: int = 0
+    """In a row, likewise."""
     resubmissions: int = 0
     fruitless: int = 0
     """Resubmissions in a row without a new token; sets the pause before the next."""
+    send_at: float = 0.0
+    """While parked after a resubmission: when it may go out again."""
     tokens_at_submission: int = 0
     finish: str | None = None
     """What the worker said: "stop" or "length"."""
@@ -85,6 +100,8 @@ class Generation:
     error: ApiError | None = None
     outcome: str = ""
     claimed: float | None = None
+    handed_over: float | None = None
+    """When a second worker took it over: after a prefill, the COMMIT of its handoff."""
     first_token: float | None = None
     last_token: float | None = None
     delivered: int = 0
@@ -109,6 +126,16 @@ class Generation:
         return self.owner or (self.entry.worker if self.entry else "")
 
     @property
+    def has_progressed(self) -> bool:
+        """Whether its workers survived it since it was last sent out."""
+        return len(self.tokens) - self.tokens_at_submission >= PROGRESS_TOKENS
+
+    @property
+    def is_suspect(self) -> bool:
+        """May be what kills workers; until that is known it runs alone (see `Dispatcher`)."""
+        return self.deaths >= SUSPECT_DEATHS
+
+    @property
     def spent(self) -> str | None:
         """How the sequence has ended by its tokens alone, even if nobody said so."""
         enough = self.tokens and len(self.tokens) >= self.sampling.min_tokens
@@ -126,8 +153,19 @@ class Generation:
             prompt_len=len(self.prompt),
             sampling=self.sampling,
             queue_class=self.queue_class,
+            salt=self.salt,
             ttl_ms=max(1, int((self.deadline - now) * 1000)),
         )
+
+    def blame(self, *, for_handoff: bool) -> int:
+        """Count a death, or a failed handoff; returns how many there were in a row."""
+        if self.has_progressed:
+            self.deaths = self.failed_handoffs = 0
+        if for_handoff:
+            self.failed_handoffs += 1
+            return self.failed_handoffs
+        self.deaths += 1
+        return self.deaths
 
     def next_epoch(self) -> None:
         """Leave whoever has it: nothing that they say counts from now on."""
@@ -163,6 +201,8 @@ class Generation:
         if self.claimed is None:
             self.claimed = now
         if self.owner != worker:
+            if self.owner:
+                self.handed_over = now
             self.owner = worker
             self.assigned = now
             self.workers.append(worker)
@@ -176,8 +216,8 @@ class Generation:
         known = have - event.index
         if known > len(event.token_ids) or (known == len(event.token_ids) and not event.finish):
             return Verdict.STALE
-        if not self.owner:
-            self._own(event.worker, now)
+        # Who sends new tokens answers for the request, also before it is known that it took over.
+        self._own(event.worker, now)
         self.suspect_since = None
         self.tokens.extend(event.token_ids[known:])
         if self.sampling.logprobs >= 0:

@@ -20,6 +20,7 @@ import orjson
 from pydantic import PlainValidator
 
 from pageferry.gateway.errors import bad_request
+from pageferry.gateway.json_limits import TooManyValues, check_weight
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
@@ -29,6 +30,7 @@ MAX_LOGPROBS = 20
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 1024
 """Hard limits on lists; a gateway's settings may allow less."""
+MAX_SHOWN_NAME = 64
 MAX_INT = 2**63
 """Whole numbers beyond this are refused everywhere; no field has a use for them."""
 
@@ -36,7 +38,12 @@ MAX_SECOND_LOOK = 64 * 1024
 """Characters of a body that the slower parser may look at."""
 
 _LOGIT_BIAS_KEY = re.compile(r"0|[1-9][0-9]{0,9}")
-_SHOWABLE = re.compile(r"[a-zA-Z_][a-zA-Z0-9_.-]{0,31}")
+_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_.-]{0,31}")
+_SHOWABLE = frozenset(
+    ("tool", "function", "text", "refusal", "image", "image_url", "input_image", "input_text",
+     "input_audio", "audio", "audio_url", "video", "video_url", "file", "thinking")
+)  # fmt: skip
+"""Keywords of clients that a message may repeat; anything else could be text in a wrong place."""
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # OpenAI
@@ -110,7 +117,10 @@ def _load_json(text: str) -> Any:
 def load_object(body: bytes) -> dict[str, Any]:
     """The body as a dict without null entries; 400 for anything that is not one JSON object."""
     try:
+        check_weight(body)
         value = _load_json(body.decode("utf-8-sig"))
+    except TooManyValues as error:
+        raise bad_request(f"the body {error}") from None
     except UnicodeDecodeError as error:
         raise bad_request(f"the body is not UTF-8 (byte {error.start})") from None
     except UnicodeEncodeError:
@@ -139,9 +149,10 @@ def refuse_unsupported(body: dict[str, Any], extra: dict[str, tuple[Any, ...]]) 
         if neutral is None and name.startswith(_UNSUPPORTED_PREFIXES):
             neutral = ()
         if neutral is not None and not _is_neutral(value, neutral):
+            shown = name[:MAX_SHOWN_NAME]
             raise bad_request(
-                f"{name} is not supported by this server with the value given; leave it out",
-                param=name,
+                f"{shown} is not supported by this server with the value given; leave it out",
+                param=shown,
                 code="unsupported_parameter",
             )
 
@@ -306,8 +317,8 @@ def _as_prompts(value: Any) -> list[str | list[int]]:
 
 
 def _shown(word: Any) -> str:
-    """A client's keyword, if it is short and harmless enough to be repeated."""
-    return f" {word!r}" if isinstance(word, str) and _SHOWABLE.fullmatch(word) else ""
+    """A client's keyword, if it is a known one."""
+    return f" {word!r}" if isinstance(word, str) and word in _SHOWABLE else ""
 
 
 def _content(value: Any, where: str) -> str:
@@ -365,7 +376,7 @@ def _as_template_kwargs(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict) or len(value) > 32:
         raise ValueError("must be an object with at most 32 keys")
     for key, item in value.items():
-        if not _SHOWABLE.fullmatch(key) or key in _SET_BY_SERVER:
+        if not _NAME.fullmatch(key) or key in _SET_BY_SERVER:
             raise ValueError("has a key that is not a name, or that the server itself sets")
         if not isinstance(item, str | int | float | bool | None):
             raise ValueError("values must be strings, numbers, true, false or null")

@@ -1,4 +1,6 @@
-"""One server-sent event stream to one client.
+"""Answers to clients that may read slowly, or not at all: event streams and whole bodies.
+
+Life of an `EventStream`:
 
 1. Nothing is sent until `send` or `comment` is called first: until then the call can still end in
    an ordinary HTTP error.
@@ -97,14 +99,31 @@ class EventStream:
         await self._response.write(data)
 
     async def _within_deadline(self, write: Awaitable[None]) -> None:
-        try:
-            async with asyncio.timeout(self._slow_client_s):
-                await write
-        except TimeoutError:
-            if self._request.transport is not None:
-                self._request.transport.abort()
-            text = f"the client took no data for {self._slow_client_s:g} s"
-            raise ClientGone(text) from None
-        except ConnectionError as error:
-            raise ClientGone(CLOSED) from error
+        await within_deadline(self._request, write, self._slow_client_s)
         self.last_write = self._loop.time()
+
+
+async def within_deadline(request: web.Request, write: Awaitable[None], seconds: float) -> None:
+    """Await a write; `ClientGone` when the client does not take it, after cutting it off."""
+    try:
+        async with asyncio.timeout(seconds):
+            await write
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ClientGone(f"the client took no data for {seconds:g} s") from None
+    except ConnectionError as error:
+        raise ClientGone(CLOSED) from error
+
+
+async def send_whole(request: web.Request, answer: web.StreamResponse, seconds: float) -> None:
+    """Send an answer that is complete; aiohttp alone would wait for its reader without end.
+
+    A client that takes longer than `seconds` is cut off: the answer's memory must not stay.
+    """
+
+    async def write() -> None:
+        await answer.prepare(request)
+        await answer.write_eof()
+
+    await within_deadline(request, write(), seconds)

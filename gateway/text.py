@@ -19,11 +19,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
 from pageferry.gateway.chat import ChatTemplate, find_template, no_template
-from pageferry.gateway.encoding import Encoder, fewest_tokens
+from pageferry.gateway.encoding import SLACK, Encoder, byte_level_alphabet, fewest_tokens
 from pageferry.gateway.errors import ApiError, bad_request
 from pageferry.gateway.markers import MarkerGuard
 from pageferry.kvtransfer.model_files import ModelNotFound
@@ -72,17 +71,6 @@ def _load_backend(directory: Path) -> Backend:
     return backend
 
 
-def _byte_level_alphabet() -> dict[str, int]:
-    """Character -> byte of GPT-2's byte-level BPE: printable Latin-1 as itself, the rest shifted.
-
-    Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.2.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    shifted = {chr(0x100 + index): byte for index, byte in enumerate(others)}
-    return {chr(byte): byte for byte in printable} | shifted
-
-
 def _decoder_steps(decoder: Any) -> list[dict[str, Any]]:
     if not isinstance(decoder, dict):
         return []
@@ -101,7 +89,7 @@ class _Pieces:
     def __init__(self, decoder: Any) -> None:
         steps = _decoder_steps(decoder)
         kinds = {step["type"] for step in steps}
-        self._alphabet = _byte_level_alphabet() if "ByteLevel" in kinds else None
+        self._alphabet = byte_level_alphabet() if "ByteLevel" in kinds else None
         self._byte_fallback = "ByteFallback" in kinds
         self._spaces: list[tuple[str, str]] = []
         for step in steps:
@@ -219,7 +207,7 @@ class Tokenizer:
         Raises `ApiError` 400 without encoding if the text cannot fit into the context.
         """
         self._refuse_hopeless(text, param)
-        return self._ids(self._encoder.encode(self._backend, text, special=True), param)
+        return self._ids(self._backend, text, param, special=True)
 
     def encode_chat(
         self,
@@ -240,7 +228,7 @@ class Tokenizer:
         backend = self._backend
         if mark:
             backend, rendered = self._guard.unmark(rendered, mark)
-        return self._ids(self._encoder.encode(backend, rendered, special=False), "messages")
+        return self._ids(backend, rendered, "messages", special=False)
 
     def check_ids(self, token_ids: Sequence[int], param: str = "prompt") -> None:
         """`ApiError` 400 if a token id is none of this model's."""
@@ -271,8 +259,12 @@ class Tokenizer:
         if at_least > self.context_len:
             raise too_long(self.context_len, at_least, param, at_least=True)
 
-    def _ids(self, encoding: Encoding, param: str) -> list[int]:
+    def _ids(self, backend: Backend, text: str, param: str, *, special: bool) -> list[int]:
         """The ids, made into Python integers only if they fit into the context."""
+        counted = self._encoder.count(backend, text, self.context_len)
+        if counted > SLACK * self.context_len:
+            raise too_long(self.context_len, int(counted / SLACK), param, at_least=True)
+        encoding = self._encoder.encode(backend, text, special=special)
         if len(encoding) > self.context_len:
             raise too_long(self.context_len, len(encoding), param)
         ids: list[int] = encoding.ids

@@ -10,6 +10,10 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import os
+import socket
+import subprocess
+import sys
 from array import array
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -36,6 +40,7 @@ from pageferry.kvtransfer.layout import KVLayout
 from pageferry.kvtransfer.settings import GatewaySettings
 from pageferry.kvtransfer.tasks import end_tasks
 from pageferry.kvtransfer.wire import (
+    Drain,
     Event,
     Kind,
     Ledger,
@@ -98,7 +103,7 @@ class FakeWorker:
         self.id = name
         self.role = role
         self.keys = Keys(MODEL)
-        self.client = connect(url, max_block_s=0.2)
+        self.client = connect(url, self.keys, max_block_s=0.2)
         self.peers = peers
         """Prefill: the decode workers to hand over to."""
         self.state = "ready"
@@ -115,6 +120,7 @@ class FakeWorker:
         self.active: dict[str, asyncio.Task[None]] = {}
         self._endings: list[asyncio.Task[None]] = []
         self.cancelled: list[tuple[str, int]] = []
+        self.drains: list[str] = []
         self.dead = False
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -195,6 +201,9 @@ class FakeWorker:
             for _, entries in reply or ():
                 for last, fields in entries:  # noqa: B007
                     for cancel in unpack_control(fields[FIELD]):
+                        if isinstance(cancel, Drain):
+                            self.drains.append(cancel.worker)
+                            continue
                         self.cancelled.append((cancel.request_id, cancel.epoch))
                         task = self.active.get(cancel.request_id)
                         if task is not None and task.get_name() <= f"{cancel.epoch:09}":
@@ -437,3 +446,66 @@ def make_generation() -> Callable[..., Generation]:
         return Generation(**values)
 
     return make
+
+
+@dataclasses.dataclass
+class GatewayProcess:
+    """A gateway as a process of its own; its workers are those of the test."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    log: Path
+    tls: bool = False
+
+    @property
+    def base(self) -> str:
+        return f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"
+
+    async def until_ready(self) -> None:
+        """Until it knows the test's workers."""
+        async with asyncio.timeout(30), aiohttp.ClientSession() as http:
+            while True:
+                async with http.get(f"{self.base}/ready", ssl=False) as reply:
+                    if reply.status == 200:
+                        return
+                await asyncio.sleep(0.02)
+
+    def rss_mib(self) -> float:
+        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@pytest.fixture
+async def start_gateway(redis_url: str, model_dir: Path, tmp_path: Path) -> AsyncIterator[Any]:
+    """`await start_gateway(env={…}, **settings)`: a `GatewayProcess` that answers /health."""
+    started: list[GatewayProcess] = []
+
+    async def start(env: dict[str, str] | None = None, **settings: Any) -> GatewayProcess:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        values = {"redis_url": redis_url, "model": model_dir, "port": port, "lease_s": LEASE_S}
+        flags = [f"--{k.replace('_', '-')}={v}" for k, v in (values | settings).items()]
+        clean = {k: v for k, v in os.environ.items() if not k.startswith("PAGEFERRY_")}
+        log = tmp_path / f"gateway-{len(started)}.log"
+        with log.open("wb") as out:
+            process = subprocess.Popen(  # noqa: ASYNC220 - returns at once
+                [sys.executable, "-m", "pageferry.gateway.main", *flags],
+                stdout=out,
+                stderr=out,
+                env=clean | (env or {}),
+            )
+        gateway = GatewayProcess(process, port, log, "tls_cert" in settings)
+        started.append(gateway)
+        async with asyncio.timeout(30), aiohttp.ClientSession() as http:
+            while True:
+                assert process.poll() is None, log.read_text()
+                with contextlib.suppress(aiohttp.ClientError):
+                    async with http.get(f"{gateway.base}/health", ssl=False):
+                        return gateway
+                await asyncio.sleep(0.02)
+
+    yield start
+    for gateway in started:
+        gateway.process.terminate()
+        assert await asyncio.to_thread(gateway.process.wait, 20) == 0, gateway.log.read_text()

@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from pageferry.gateway import chat
+from pageferry.gateway import template_limits
 from pageferry.gateway.chat import ChatTemplate, find_template
 from pageferry.gateway.errors import ApiError
 from pageferry.kvtransfer.model_files import ModelNotFound
@@ -89,6 +89,13 @@ def test_the_templates_own_message_reaches_the_client():
     assert "must alternate" in refusal(ALTERNATING, [turns("a")[0]] * 2)
 
 
+GROW = (
+    "{%% set n = namespace(x='aaaaaaaaaa') %%}{%% for i in range(60) %%}{%% set x = n.x %%}"
+    "{%% set n.x = %s %%}{%% endfor %%}"
+)
+"""Each turn makes a text out of the one before."""
+
+
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
@@ -111,10 +118,37 @@ def test_failures_inside_a_template(source, reason):
         ("{{ 1000000000 * [1] }}", "repetition"),
         ("{{ 9 ** 1000000000 }}", "power"),
         ("{% set x = 'x' * 9999 %}{% for i in range(9999) %}{{ x }}{% endfor %}", "output"),
+        (
+            "{% set m = 'x' * 50 %}{% for a in m %}{% for b in m %}{% for c in m %}{% for d in m %}"
+            + "{% endfor %}" * 4,
+            "loop",
+        ),
+        ("{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}", ""),
+        (
+            "{% macro f(n) %}{% if n %}{{ f(n-1) ~ f(n-1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+            "loop",
+        ),
+        ("{% for x in [[1]] recursive %}{{ loop([[1], [1]]) }}{% endfor %}", ""),
+        (GROW % "x ~ x", "text"),
+        (GROW % "x + x", "text"),
+        (GROW % "x.replace('a', x)", "replacing"),
+        (GROW % "x | replace('a', x)", "replacing"),
+        (GROW % "x.join(x)", "joining"),
+        (GROW % "x | join(x)", "joining"),
+        (GROW % "[x, x, x] | join(x)", "joining"),
+        ("{{ 'a'.center(1000000000) }}", "number"),
+        ("{{ 'a' | center(1000000000) }}", "number"),
+        ("{{ 'a' | indent(width=1000000000) }}", "number"),
+        ("{{ 'a\tb'.expandtabs(1000000000) }}", "number"),
+        ("{{ '%1000000000d' % 1 }}", "width"),
+        ("{{ '%*d' % (1000000000, 1) }}", "width"),
+        ("{{ '%1000000000d' | format(1) }}", "width"),
+        ("{{ '{:1000000000}'.format(1) }}", "width"),
+        ("{{ '{:>{}}'.format(1, 1000000000) }}", "number"),
     ],
 )
 def test_bounds(source, reason):
-    assert f"too much ({reason})" in refusal(source)
+    assert (f"too much ({reason})" if reason else "it fails with RecursionError") in refusal(source)
 
 
 def test_ordinary_arithmetic_is_not_bounded():
@@ -123,7 +157,7 @@ def test_ordinary_arithmetic_is_not_bounded():
 
 
 def test_time_is_bounded(monkeypatch):
-    monkeypatch.setattr(chat, "MAX_RENDER_S", -1.0)
+    monkeypatch.setattr(template_limits, "MAX_RENDER_S", -1.0)
     assert "too much" in refusal("{{ messages[0].role }}")
 
 

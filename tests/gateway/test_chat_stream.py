@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pageferry.gateway.choices import Piece
-from pageferry.gateway.responses import ChatShape
+from pageferry.gateway.responses import ChatShape, CompletionShape
 from pageferry.gateway.text import Tokenizer
 
 Cluster = Any
@@ -152,6 +152,26 @@ async def test_error_after_the_first_token(service: Cluster) -> None:
     events = await call
     assert events[-1]["error"]["code"] == "request_timeout"
     assert all(e["choices"][0]["finish_reason"] is None for e in events[:-1])
+
+
+async def test_an_unexpected_error_in_a_stream_is_an_error_event(
+    service: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    render = CompletionShape._choice
+    left = [1, 1, 1]
+
+    def fail(shape: CompletionShape, piece: Piece) -> str:
+        left.pop()
+        return render(shape, piece)
+
+    monkeypatch.setattr(CompletionShape, "_choice", fail)
+    service.workers[0].step_s = 0.05
+    events = await service.events(prompt="abc" * 20, max_tokens=50)
+    assert events[-1]["error"]["code"] == "internal_error"
+    assert len(events) == 4
+    await service.until(lambda: not service.workers[0].active)
+    assert await service.metric("internal_errors_total") == 1
+    assert await service.metric("request_success_total", finished_reason="error") == 1
 
 
 async def open_stream(service: Cluster, **fields: Any) -> socket.socket:

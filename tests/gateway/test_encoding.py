@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from pageferry.gateway.encoding import LONG_CHARS, Encoder, fewest_tokens
+from pageferry.gateway.encoding import LONG_CHARS, SLICE_CHARS, Encoder, fewest_tokens
+from pageferry.gateway.errors import ApiError
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 MERGED = "abcdefghi"
@@ -134,3 +135,33 @@ def test_other_threads_run_while_a_long_text_is_encoded() -> None:
         turns += 1
     thread.join()
     assert turns > 5
+
+
+def test_bytes_without_a_token_are_not_counted() -> None:
+    """Some vocabularies lack control characters; byte-level BPE drops those."""
+    pieces = [sign for sign in ALPHABET if sign != "Ā"]  # the zero byte
+    backend = Tokenizer(models.BPE({p: i for i, p in enumerate(pieces)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    text = "ab\0\0\0c" * 100
+    assert bound(backend, text) == 300 == len(backend.encode(text).ids)
+
+
+@pytest.mark.parametrize("text", ["hello wörld 12345 ", "日本語", "a", " "])
+def test_counting_in_slices_is_close_and_ends_early(text: str) -> None:
+    backend, encoder = byte_level(), Encoder()
+    text *= 4 * SLICE_CHARS // len(text)
+    whole = len(backend.encode(text).ids)
+    assert encoder.count(backend, text, context_len=len(text)) == 0, "short for this context"
+    counted = encoder.count(backend, text, context_len=len(text) // 7)
+    assert 0 < counted <= 1.01 * whole
+    early = encoder.count(backend, text, context_len=10)
+    assert 0 < early <= 0.3 * whole + 10
+
+
+def test_a_long_text_for_the_context_is_refused_or_encoded_exactly(tokenizer) -> None:
+    fits = "a" * (tokenizer.context_len - 1)
+    assert len(tokenizer.encode(fits)) == len(fits)
+    for length in (40_000, 100_000):  # counted; by its length alone
+        with pytest.raises(ApiError, match="maximum context length") as refused:
+            tokenizer.encode("a" * length)
+        assert refused.value.code == "context_length_exceeded"

@@ -14,6 +14,7 @@ from pageferry.kvtransfer.wire import Event, Kind, Request, SamplingParams, pack
 
 Cluster = Any
 PROMPT = "abcdefghij" * 4
+CONTEXT = 4096
 FIELDS = {"prompt": PROMPT, "max_tokens": 60}
 TEXT = (PROMPT * 2)[:60]
 
@@ -163,6 +164,98 @@ async def test_poison_stops_at_the_third_worker(service: Cluster) -> None:
         3,
     )
     assert (await service.post(**FIELDS))[0] == 200
+
+
+async def test_bystanders_of_a_poisonous_request_are_not_condemned_with_it(
+    cluster: Cluster,
+) -> None:
+    """One batch dies with two workers; of it only the request that kills the third one ends."""
+    await cluster.gateway()
+    await cluster.worker("decode")
+    victims = [
+        await cluster.worker("prefill", claims=False, prefill_s=0.2, name=f"victim-{i}")
+        for i in range(4)
+    ]
+    await asyncio.sleep(0.1)  # until nobody reads the queues any more
+    calls = [asyncio.create_task(cluster.post(**FIELDS, seed=seed)) for seed in (1, 2, 666, 3)]
+    await cluster.until(lambda: len([g for g in cluster.generations() if g.entry]) == 4)
+    for victim in victims[:3]:
+        victim.claims = True
+        await cluster.until(lambda victim=victim: victim.dead, 20)
+    assert [len(victim.claimed) for victim in victims[:2]] == [4, 4]
+    victims[3].claims = True
+    answers = await asyncio.gather(*calls)
+    assert [status for status, _ in answers] == [200, 200, 500, 200]
+    assert answers[2][1]["error"]["code"] == "request_failed"
+    texts = [body["choices"][0]["text"] for status, body in answers if status == 200]
+    assert texts == [TEXT] * 3
+    assert await victims[0].client.xlen(victims[0].keys.dead) == 1
+
+
+async def test_deaths_count_only_in_a_row(service: Cluster) -> None:
+    """A long stream outlives any number of workers, as long as each gets it on."""
+    service.workers[0].step_s = 0.02
+    call = asyncio.create_task(service.events(prompt=PROMPT, max_tokens=100))
+    for i in range(3):
+        await started(service, 5 + 15 * i)
+        holder = next(w for w in service.workers if w.id == service.generations()[0].owner)
+        await service.worker("decode", f"next-{i}", step_s=0.02)
+        await holder.die()
+        (generation,) = service.generations()
+        epoch = generation.epoch
+        await service.until(lambda g=generation, e=epoch: g.epoch > e)
+    assert await text_of(call) == (PROMPT * 3)[:100]
+
+
+async def test_a_slow_worker_that_lives_keeps_its_claim(service: Cluster) -> None:
+    prefill = service.workers[1]
+    prefill.prefill_s = 3 * service.gateways[0].settings.lease_s
+    call = asyncio.create_task(service.events(**FIELDS))
+    await service.until(lambda: prefill.active)
+    spare = await service.worker("prefill", "spare")
+    assert await text_of(call) == TEXT
+    assert (len(prefill.claimed), len(spare.claimed)) == (1, 0)
+
+
+async def test_a_look_at_the_registry_does_not_cut_a_pause_short(service: Cluster) -> None:
+    service.workers[1].claims = False
+    await asyncio.sleep(0.1)
+    call = asyncio.create_task(service.events(**FIELDS))
+    await service.until(lambda: [g for g in service.generations() if g.entry])
+    (generation,) = service.generations()
+    dispatcher = service.gateways[0].dispatcher
+    for _ in range(4):
+        dispatcher.resubmit(generation, "requeue")
+    dispatcher.reroute()
+    assert generation.parked
+    service.workers[1].claims = True
+    assert await text_of(call) == TEXT
+    assert [r.epoch for r in service.workers[1].claimed] == [4]
+
+
+async def test_what_some_prefill_worker_cannot_hold_goes_to_a_decode_worker(
+    cluster: Cluster,
+) -> None:
+    await cluster.gateway()
+    await cluster.worker("decode")
+    workers = [await cluster.worker("prefill", max_model_len=n) for n in (20, CONTEXT)]
+    status, body = await cluster.post(**FIELDS)
+    assert (status, body["choices"][0]["text"]) == (200, TEXT)
+    assert not [r for w in workers for r in w.claimed]
+    await cluster.post(prompt="abc", max_tokens=3)
+    assert len([r for w in workers for r in w.claimed]) == 1
+
+
+async def test_workers_that_are_short_of_memory_get_no_prompts(cluster: Cluster) -> None:
+    await cluster.gateway()
+    short = await cluster.worker("decode", stats={"device_health": 2.0}, num_pages=2000)
+    await cluster.until(lambda: cluster.gateways[0].fleet.has_decode)
+    status, body = await cluster.post(**FIELDS)
+    assert status == 503
+    assert "short of memory" in body["error"]["message"]
+    roomy = await cluster.worker("decode", stats={"device_health": 1.0})
+    assert (await cluster.post(**FIELDS))[0] == 200
+    assert (len(short.accepted), len(roomy.accepted)) == (0, 1)
 
 
 @pytest.mark.parametrize("at", [0, 7])

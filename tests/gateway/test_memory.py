@@ -1,0 +1,136 @@
+"""What clients can make a gateway hold is bounded: bodies, waiting calls, answers nobody reads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from typing import Any
+
+import pytest
+
+from pageferry.gateway import bodies
+
+Cluster = Any
+MIB = 1 << 20
+HEAD = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {}\r\n\r\n"
+
+
+class RawClient:
+    """A connection that sends what it likes and reads when it likes."""
+
+    def __init__(self) -> None:
+        self.socket = socket.socket()
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        self.socket.setblocking(False)
+        self._loop = asyncio.get_running_loop()
+
+    @classmethod
+    async def send(cls, cluster: Cluster, data: bytes) -> RawClient:
+        client = cls()
+        address = ("127.0.0.1", cluster.gateways[0].port)
+        await client._loop.sock_connect(client.socket, address)
+        async with asyncio.timeout(10):
+            await client._loop.sock_sendall(client.socket, data)
+        return client
+
+    async def read(self) -> bytes:
+        async with asyncio.timeout(10):
+            return await self._loop.sock_recv(self.socket, 65536)
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def call(size: int = 0, **fields: Any) -> bytes:
+    """A whole call, padded to `size` bytes of body."""
+    body = json.dumps({"model": "tiny", "prompt": "abc", "max_tokens": 3, **fields}).encode()
+    body = body.ljust(size)
+    return HEAD.format(len(body)).encode() + body
+
+
+async def test_bodies_that_arrive_together_are_bounded(cluster: Cluster) -> None:
+    await cluster.gateway(max_body_mib=1)
+    await cluster.worker("decode")
+    announced = await RawClient.send(cluster, HEAD.format(MIB).encode())
+    unfinished = call(size=MIB)[:-1]
+    clients = [await RawClient.send(cluster, unfinished) for _ in range(bodies.BODIES_AT_ONCE)]
+    room = bodies.BODIES_AT_ONCE
+    held = cluster.gateways[0].admission.bodies
+    await cluster.until(lambda: held.held == room * (MIB - 1))
+    refused = await RawClient.send(cluster, unfinished)
+    answer = await refused.read()
+    assert answer.startswith(b"HTTP/1.1 429 ")
+    assert b"Retry-After" in answer
+    assert b"bytes of requests are being read" in answer
+    for client in clients[1:]:
+        client.close()
+    await clients[0]._loop.sock_sendall(clients[0].socket, b" ")
+    assert (await clients[0].read()).startswith(b"HTTP/1.1 200 ")
+    for client in (announced, refused, clients[0]):
+        client.close()
+    await cluster.until(lambda: not held.held)
+    assert (await cluster.post(prompt="abc", max_tokens=3))[0] == 200
+
+
+async def test_a_body_that_never_ends_is_given_up(
+    service: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "BODY_TIMEOUT_S", 0.3)
+    client = await RawClient.send(service, call()[:-1])
+    answer = await client.read()
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"body_timeout" in answer
+    assert service.gateways[0].admission.preparing == 0
+    client.close()
+
+
+async def test_whole_answers_that_nobody_reads_are_dropped(cluster: Cluster) -> None:
+    await cluster.gateway(slow_client_s=0.4)
+    await cluster.worker("decode")
+    # Six megabytes: the escaped prompts, without a token computed.
+    size = {"prompt": ["é" * 2000] * 32, "n": 16, "echo": True, "max_tokens": 0}
+    client = await RawClient.send(cluster, call(**size))
+    neighbour, body = await cluster.post(prompt="abc", max_tokens=9)
+    assert (neighbour, body["choices"][0]["text"]) == (200, "abcabcabc")
+    await asyncio.sleep(1)
+    got = 0
+    with contextlib.suppress(ConnectionResetError):
+        while part := await client.read():
+            got += len(part)
+    assert 0 < got < 6 * 10**6 < len(json.dumps(["é" * 2000] * 512)), "it was not cut off"
+    client.close()
+
+
+async def test_a_burst_gets_answers_or_honest_refusals(cluster: Cluster) -> None:
+    """A thousand calls, a hundred at a time, room for fifty of them."""
+    limit = 50
+    gateway = await cluster.gateway(max_queued_requests=limit)
+    await cluster.worker("decode")
+    await cluster.worker("prefill")
+    most = 0
+
+    async def one(i: int) -> int:
+        nonlocal most
+        body = {"model": "tiny", "prompt": f"{i:04}", "max_tokens": 4, "n": 1 + i % 2}
+        async with cluster.http.post(f"{cluster.base}/v1/completions", json=body) as reply:
+            most = max(most, gateway.dispatcher.num_waiting)
+            answer = await reply.json()
+            if reply.status == 200:
+                assert [c["text"] for c in answer["choices"]] == [f"{i:04}"] * (1 + i % 2)
+            else:
+                assert int(reply.headers["Retry-After"]) >= 1
+                # The workers of this test share its thread; some may miss a heartbeat.
+                assert answer["error"]["code"] in ("overloaded", "no_decode_worker")
+            return reply.status
+
+    statuses = await asyncio.gather(*map(one, range(1000)))
+    assert {200, 429} <= set(statuses) <= {200, 429, 503}
+    assert most <= limit
+    assert statuses.count(200) >= limit // 2
+    assert not gateway.dispatcher.generations
+    assert gateway.admission.preparing == 0
+    reasons = ("stop", "length", "abort", "error")
+    ended = [await cluster.metric("request_success_total", finished_reason=r) for r in reasons]
+    assert sum(ended) == await cluster.metric("requests_accepted_total")
