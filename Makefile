@@ -10,19 +10,26 @@ REDIS_URL ?=
 PEERS     ?=
 PEER      ?=
 BENCH     ?=
+MINUTES   ?= 2
+SEED      ?= 1
+CHAOS     ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 PACKAGE_FILES := pyproject.toml constraints.txt setup.py $(wildcard kernels/native/*)
 
+# Tests whose processes take all cores; the others run two at a time.
+WHOLE_STACKS := tests/chaos tests/compose tests/e2e
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help up test lint types bench interference peers clean
+.PHONY: help up test chaos lint types bench interference peers clean
 
 help:
 	@echo 'make up     serve a model on this machine; Ctrl-C stops it'
 	@echo '            PREFILL=$(PREFILL) DECODE=$(DECODE) PORT=$(PORT) MODEL=<directory, .gguf or hub id> REDIS_URL='
 	@echo 'make test   all tests, with real processes and the demo model'
+	@echo 'make chaos  kill, freeze, cut and restart everything under load; MINUTES=$(MINUTES) SEED=$(SEED)'
 	@echo 'make lint   formatting and lint rules'
 	@echo 'make types  static types'
 	@echo 'make bench  Pageferry and every installed peer on the same requests; BENCH="--levels 8"'
@@ -37,7 +44,11 @@ up: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	@$(BIN)/python -m pageferry.kernels.prepare
-	@$(BIN)/python -m pytest
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix --ignore=,$(WHOLE_STACKS))
+	@$(BIN)/python -m pytest $(WHOLE_STACKS)
+
+chaos: $(VENV)/.installed-dev
+	@$(BIN)/python tests/chaos/chaos.py --minutes '$(MINUTES)' --seed '$(SEED)' $(CHAOS)
 
 lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff format --check --quiet --diff .
