@@ -27,12 +27,14 @@ REPLY_S = 3.0
 @dataclass(frozen=True)
 class HealthSettings(CommonSettings):
     port: int = setting(8000, "TCP port of the gateway's HTTP server.")
+    tls_cert: str = setting("", "The gateway's own setting: if not empty, it is asked over TLS.")
 
 
 def gateway_trouble(settings: HealthSettings) -> str:
     """Empty if the gateway on this host answers /health with 200."""
     try:
-        status, body = http_get("127.0.0.1", settings.port, "/health", REPLY_S)
+        tls = bool(settings.tls_cert)
+        status, body = http_get("127.0.0.1", settings.port, "/health", REPLY_S, tls=tls)
     except OSError as error:
         return f"gateway: no answer on port {settings.port}: {error}"
     return "" if status == 200 else f"gateway: {status} {body[:200]!r}"
@@ -40,12 +42,12 @@ def gateway_trouble(settings: HealthSettings) -> str:
 
 async def worker_trouble(settings: HealthSettings, role: str) -> str:
     """Empty if a worker of this role on this host has a running lease and is not unhealthy."""
-    client = connect(settings.redis_url)
+    keys = Keys(served_name(settings.model, settings.served_model_name))
+    client = connect(settings.redis_url, keys)
     host = socket.gethostname()
     try:
         async with asyncio.timeout(REPLY_S):
-            model = served_name(settings.model, settings.served_model_name)
-            records = await list_workers(client, Keys(model))
+            records = await list_workers(client, keys)
     except TRANSIENT as error:
         return f"{role}: no answer from Redis: {type(error).__name__}: {error}"
     finally:

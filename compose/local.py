@@ -17,12 +17,13 @@ import asyncio
 import contextlib
 import json
 import os
+import secrets
 import shlex
 import signal
 import socket
 import sys
 from collections.abc import Coroutine, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,6 +40,7 @@ from pageferry.compose.probe import ANY_ADDRESS, http_get
 from pageferry.compose.supervisor import ChildDied, Program, Supervisor, launcher_argv
 from pageferry.kvtransfer.bus import TRANSIENT, connect
 from pageferry.kvtransfer.host_memory import available_bytes
+from pageferry.kvtransfer.model_files import served_name
 from pageferry.kvtransfer.settings import (
     ENV_PREFIX,
     DecodeSettings,
@@ -236,33 +238,38 @@ async def wait_for_redis(url: str) -> None:
         await client.aclose()
 
 
-async def wait_until_ready(host: str, port: int, timeout_s: float) -> str:
-    """Poll the gateway's /ready; returns the served model's id."""
+async def wait_until_ready(host: str, port: int, timeout_s: float, *, tls: bool = False) -> None:
+    """Poll the gateway's /ready until it is 200; `ChildDied` after `timeout_s`."""
     last = "no answer"
     try:
         async with asyncio.timeout(timeout_s):
             while True:
                 with contextlib.suppress(OSError):
-                    status, body = await asyncio.to_thread(http_get, host, port, "/ready")
+                    status, body = await asyncio.to_thread(http_get, host, port, "/ready", tls=tls)
                     if status == 200:
-                        break
+                        return
                     last = f"{status} {body[:300]!r}"
                 await asyncio.sleep(POLL_S)
-            _, body = await asyncio.to_thread(http_get, host, port, "/v1/models")
     except TimeoutError as error:
         raise ChildDied(
             f"not ready after {timeout_s:g} s (/ready says: {last}); "
             "see --verbose, or raise --start-timeout-s",
             1,
         ) from error
-    return str(json.loads(body)["data"][0]["id"])
+
+
+def with_cluster_key(settings: UpSettings) -> UpSettings:
+    """Workers of one run prove to each other that they belong to it, also if no key was given."""
+    if settings.cluster_key:
+        return settings
+    return replace(settings, cluster_key=secrets.token_hex(32))
 
 
 class Run:
     """One `pageferry up` from start to stop."""
 
     def __init__(self, settings: UpSettings) -> None:
-        self.settings = settings
+        self.settings = with_cluster_key(settings)
         self.port = choose_port(settings.host, settings.port)
         self.supervisor = Supervisor(say, verbose=settings.verbose)
         self._signals: asyncio.Queue[None] = asyncio.Queue()
@@ -292,8 +299,9 @@ class Run:
         say(f"pageferry: starting {settings.prefill} prefill and {settings.decode} decode workers")
         for program in service_programs(settings, redis_url, self.port, scratch):
             await self.supervisor.start(program)
-        model = await wait_until_ready(settings.host, self.port, settings.start_timeout_s)
-        print(ready_line(settings.host, self.port, model), flush=True)
+        tls = bool(settings.tls_cert)
+        await wait_until_ready(settings.host, self.port, settings.start_timeout_s, tls=tls)
+        print(ready_line(settings, self.port), flush=True)
 
     async def _until_ended(self, work: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
         """`work`'s result, unless a signal or a child's death comes first."""
@@ -335,15 +343,21 @@ class Run:
         self._signals.put_nowait(None)
 
 
-def ready_line(host: str, port: int, model: str) -> str:
-    """The one line on stdout: where, which model, and a command that works."""
-    shown = ANY_ADDRESS.get(host, host)
+def ready_line(settings: UpSettings, port: int) -> str:
+    """The one line on stdout: where, which model, and a command that works.
+
+    An API key is not in it: the command takes it from the environment of whoever pastes it.
+    """
+    model = served_name(settings.model, settings.served_model_name)
+    shown = ANY_ADDRESS.get(settings.host, settings.host)
     shown = f"[{shown}]" if ":" in shown else shown
-    url = f"http://{shown}:{port}"
+    url = f"{'https' if settings.tls_cert else 'http'}://{shown}:{port}"
+    keyed = bool(settings.api_key or settings.api_keys_file)
+    key = '-H "Authorization: Bearer $PAGEFERRY_API_KEY" ' if keyed else ""
     messages = [{"role": "user", "content": "Hello!"}]
     body = json.dumps({"model": model, "messages": messages, "max_tokens": 64})
     return (
-        f"{url} serves {model}. Try: curl {url}/v1/chat/completions "
+        f"{url} serves {model}. Try: curl {url}/v1/chat/completions {key}"
         f"-H 'Content-Type: application/json' -d {shlex.quote(body)}"
     )
 

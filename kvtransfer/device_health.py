@@ -57,8 +57,9 @@ APPLICATION_XIDS = frozenset({13, 31, 43, 45, 68, 109})
 """XIDs that a faulty program causes, often another one on the same GPU (NVIDIA's XID catalogue);
 ours would see its own CUDA error."""
 
+DEVICE_HEALTH = "device_health"
 STATS = {
-    "device_health": "0 ok, 1 reduced intake, 2 no intake, 3 unhealthy.",
+    DEVICE_HEALTH: "0 ok, 1 reduced intake, 2 no intake, 3 unhealthy.",
     "nvml_available": "1 when NVML answers, 0 when a GPU is used without it.",
     "device_figures_age_seconds": "Age of the device figures; grows while NVML is lost.",
     "memory_used_bytes": "Memory in use on the worker's device or host.",
@@ -245,7 +246,7 @@ def _pressure(memory: Memory, history: History, previous: Health | None) -> list
 def _metrics(figures: Figures, history: History, verdict: str) -> dict[str, float]:
     memory, board = figures.memory, figures.board or BoardFigures()
     known: dict[str, float | None] = {
-        "device_health": SEVERITY[verdict],
+        DEVICE_HEALTH: SEVERITY[verdict],
         "device_figures_age_seconds": figures.age_s,
         "device_throttle_reasons": board.throttle_reasons,
         "device_ecc_uncorrected_errors": board.ecc_uncorrected,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from pageferry.kvtransfer import metric_names as names
@@ -30,16 +30,24 @@ class StepWatch:
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
         self._failed = 0
+        self._in_all: set[str] = set()
+        """Requests that were part of every failed step of this row."""
         self._checked = False
 
     def succeeded(self) -> None:
         self._failed = 0
         self._checked = False
 
-    def failed(self) -> None:
-        """`RuntimeError`, which ends the engine, at the third failure in a row."""
+    def failed(self, request_ids: Iterable[str] = ()) -> None:
+        """`RuntimeError`, which ends the engine, at the third failure in a row.
+
+        Not while one request was part of them all: that one may be the cause, and its gateway
+        gives it up.
+        """
+        ids = set(request_ids)
+        self._in_all = self._in_all & ids if self._failed else ids
         self._failed += 1
-        if self._failed == MAX_FAILED_STEPS:
+        if self._failed >= MAX_FAILED_STEPS and not self._in_all:
             raise RuntimeError(f"{MAX_FAILED_STEPS} steps failed in a row: the worker gives up")
 
     def idle(self) -> None:
@@ -64,9 +72,18 @@ class StepClock:
         self.longest_gap_seconds = 0.0
         self._begun = 0.0
         self._ended: float | None = None
+        self._turned = time.monotonic()
+
+    def stuck(self, limit_s: float) -> str:
+        """Why the engine seems to hang; empty if it began, ended or skipped a step in `limit_s`.
+
+        An idle engine skips a step every `IDLE_WAIT_S`. Any thread.
+        """
+        silent_s = time.monotonic() - self._turned
+        return f"the engine has not come back for {silent_s:.0f} s" if silent_s > limit_s else ""
 
     def begin(self) -> None:
-        self._begun = time.monotonic()
+        self._begun = self._turned = time.monotonic()
         if self._ended is not None:
             gap = self._begun - self._ended
             self.num_gaps += 1
@@ -74,13 +91,14 @@ class StepClock:
             self.longest_gap_seconds = max(self.longest_gap_seconds, gap)
 
     def end(self) -> None:
-        self._ended = time.monotonic()
+        self._ended = self._turned = time.monotonic()
         self.num_steps += 1
         self.step_seconds += self._ended - self._begun
 
     def pause(self) -> None:
         """There is nothing to do, or the step failed: what follows is not a gap."""
         self._ended = None
+        self._turned = time.monotonic()
 
     def stats(self) -> dict[str, float]:
         return {

@@ -1,4 +1,4 @@
-"""How a step's token budget is shared between prompts, so that a long one does not block the rest.
+"""Whose turn it is: in a step for prompts of different length, in the queues for classes.
 
 First come, first served alone makes every prompt behind one of 3,000 tokens wait for all of it.
 Here the oldest prompt is sure of half the budget, so it takes at most twice as long as alone and
@@ -38,3 +38,30 @@ def share_budget(remaining: Sequence[int], budget: int) -> list[int]:
     for index in range(len(remaining)):
         grant(index, budget)
     return grants
+
+
+MAX_PASSES = 8
+"""Requests of higher classes that may go ahead of a waiting one."""
+
+
+class Turns:
+    """In which order queues are asked for work, so that none waits for ever.
+
+    They are given in order of priority. One that `MAX_PASSES` requests of higher ones have passed
+    over is asked first, for one request: under any load the lowest gets a ninth of the claims.
+    """
+
+    def __init__(self, queues: Sequence[str]) -> None:
+        self._passed = dict.fromkeys(queues, 0)
+
+    def order(self, room: int) -> list[tuple[str, int]]:
+        """(queue, how many requests to ask for at the most), the next to be asked first."""
+        overdue = [(queue, 1) for queue, count in self._passed.items() if count >= MAX_PASSES]
+        return overdue + [(queue, min(room, MAX_PASSES)) for queue in self._passed]
+
+    def took(self, queue: str, count: int) -> None:
+        """`queue` gave `count` requests; when that is none, nobody waited there."""
+        self._passed[queue] = 0
+        lower = list(self._passed)
+        for other in lower[lower.index(queue) + 1 :]:
+            self._passed[other] += count

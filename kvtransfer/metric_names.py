@@ -54,8 +54,9 @@ GATEWAY_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     REQUESTS_REFUSED: ("Calls answered with an error before they were queued.", ("status",)),
     REQUEST_RESUBMISSIONS: (
-        "Sequences given to another worker, by cause: worker_death, worker_failure, requeue, gap, "
-        "lost (Redis lost it), reroute (nobody would have fetched it).",
+        "Sequences given to another worker, by cause: worker_death, worker_failure, "
+        "handoff_failed, requeue, gap, lost (Redis lost it), "
+        "reroute (nobody would have fetched it).",
         ("cause",),
     ),
     DUPLICATE_TOKENS: ("Tokens dropped because they were stale or had arrived before.", ()),
@@ -100,7 +101,9 @@ PAGES = "kv_pages"
 
 LEDGER_STATES = ("total", "free", "reserved", "live", "cached", "quarantined")
 
+KV_LIVE_TOKENS = "kv_live_tokens"
 NUM_PREEMPTIONS = "num_preemptions_total"
+SEQUENCES_HANDED_OVER = "sequences_handed_over_total"
 HANDOFFS = "kv_handoffs_total"
 HANDOFFS_DENIED = "kv_handoffs_denied_total"
 HANDOFFS_FAILED = "kv_handoffs_failed_total"
@@ -148,7 +151,9 @@ def of_transport(name: str, transport: str) -> str:
 
 
 WORKER_STATS: dict[str, str] = {
+    KV_LIVE_TOKENS: "Tokens in live KV pages; 1 - this / (live pages x page size) holds nothing.",
     NUM_PREEMPTIONS: "Sequences preempted because pages ran out.",
+    SEQUENCES_HANDED_OVER: "Running sequences that moved to another decode worker in a drain.",
     HANDOFFS: "Handoffs committed.",
     HANDOFFS_DENIED: "Handoffs denied by the receiver.",
     HANDOFFS_FAILED: "Handoffs that ended otherwise: NACK, cancel, deadline or lost connection.",

@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, NoReturn, TypeVar
 
+from pageferry.kvtransfer import redis_url
+
 ENV_PREFIX = "PAGEFERRY_"
 
 S = TypeVar("S")
@@ -33,8 +35,9 @@ class SettingsError(ValueError):
 class CommonSettings:
     redis_url: str = setting(
         "redis://127.0.0.1:6379/0",
-        "Redis or Valkey server that carries requests, tokens and the registry "
-        "(redis://, rediss://, unix://). Plain REDIS_URL is read too.",
+        "Redis or Valkey that carries requests, tokens and the registry: redis://, rediss://, "
+        "unix://, or redis+cluster://, redis+sentinel:// and their rediss+ forms with several "
+        "hosts. Plain REDIS_URL is read too; a password is safer there than in a flag.",
     )
     model: str = setting(
         "",
@@ -56,6 +59,27 @@ class CommonSettings:
 class GatewaySettings(CommonSettings):
     host: str = setting("127.0.0.1", "Address that the HTTP server binds to.")
     port: int = setting(8000, "TCP port of the HTTP server (0 picks a free one).")
+    api_key: str = setting(
+        "",
+        "API key that clients must send (Authorization: Bearer). Better given as "
+        "PAGEFERRY_API_KEY: every user of the host may read command lines.",
+    )
+    api_keys_file: str = setting(
+        "",
+        "TOML file of named API keys with limits (see docs/api.md); read again on SIGHUP. Without "
+        "it and --api-key, everybody who reaches the port may call.",
+    )
+    cors_origins: str = setting(
+        "",
+        'Origins of web pages that may call, separated by commas, or "*". Default: no page may.',
+    )
+    tls_cert: str = setting(
+        "", "PEM file with the certificate chain: serve HTTPS. Read again on SIGHUP."
+    )
+    tls_key: str = setting("", "PEM file with the private key of --tls-cert, not encrypted.")
+    log_prompts: bool = setting(
+        False, "Log prompts and answers as text. Without it no line holds what clients write."
+    )
     max_body_mib: float = setting(8.0, "Largest accepted HTTP body, MiB; larger ones get 413.")
     max_queued_requests: int = setting(
         512, "Sequences waiting for their first token above which new calls get 429."
@@ -108,6 +132,11 @@ class WorkerSettings(CommonSettings):
         "File that tells the decode worker which borrows a prefill worker's cores when that one "
         "computes; `pageferry up` sets it on both.",
     )
+    deterministic: bool = setting(
+        False,
+        "Compute each row's bits from its sequence alone: the same text in any batch, cut into any "
+        "chunks, on any worker of this setting. Needs the C++ kernels (CPU); set it on all workers.",
+    )
     page_size: int = setting(16, "Token slots per KV page; equal on all workers (8 to 128).")
     kv_memory_mib: int = setting(
         0,
@@ -125,6 +154,11 @@ class WorkerSettings(CommonSettings):
         512, "Tokens computed in one step at the most; long prompts are cut into such chunks."
     )
     max_num_seqs: int = setting(64, "Sequences in one step at the most.")
+    engine_timeout_s: float = setting(
+        120.0,
+        "Seconds that the engine may take for one step. One that takes longer counts as hung: the "
+        "worker gives its requests back and exits.",
+    )
     prefix_cache: bool = setting(True, "Keep pages of finished prompts for reuse.")
     transport: str = setting(
         "auto",
@@ -136,6 +170,15 @@ class WorkerSettings(CommonSettings):
         "",
         "Secret that workers prove to each other on connecting; empty is accepted only if all "
         "workers have none.",
+    )
+    handoff_tls_cert: str = setting(
+        "",
+        "PEM file with this worker's certificate: page transfers over tcp are then ciphered, and "
+        "both ends must show a certificate of --handoff-tls-ca. All workers or none.",
+    )
+    handoff_tls_key: str = setting("", "PEM file with the key of --handoff-tls-cert.")
+    handoff_tls_ca: str = setting(
+        "", "PEM file with the CA that signs all workers' certificates, and nobody else's."
     )
     drain_s: float = setting(25.0, "Seconds that SIGTERM gives running work to finish.")
 
@@ -187,6 +230,15 @@ def _parse_value(name: str, annotation: Any, text: str, choices: tuple[str, ...]
     if choices and value not in choices:
         raise SettingsError(f"{name}={text!r}: expected one of {', '.join(choices)}")
     return value
+
+
+def _redis_url(name: str, text: str) -> str:
+    """The text itself; the error does not show it, because it may hold a password."""
+    try:
+        redis_url.parse(text)
+    except ValueError as error:
+        raise SettingsError(f"{name} {error}") from None
+    return text
 
 
 def env_name(setting_name: str) -> str:
@@ -252,6 +304,8 @@ def from_args(
                 text, shown_name = env["REDIS_URL"], "REDIS_URL"
             if text is None:
                 values[f.name] = _default(f)
+            elif f.name == "redis_url" and text:
+                values[f.name] = _redis_url(shown_name, text)
             else:
                 values[f.name] = _parse_value(
                     shown_name, hints[f.name], text, f.metadata["choices"]

@@ -32,6 +32,7 @@ from pageferry.kvtransfer.model_files import resolve_model_dir, served_name
 from pageferry.kvtransfer.nvml_devices import CudaId
 from pageferry.kvtransfer.pool import PagePool
 from pageferry.kvtransfer.settings import DecodeSettings, SettingsError, WorkerSettings
+from pageferry.kvtransfer.tls import Tls
 from pageferry.kvtransfer.wire import WorkerRecord
 
 MIN_PAGES = 4
@@ -53,6 +54,7 @@ class WorkerParts:
     max_model_len: int
     health: HealthMonitor
     core_flag: CoreFlag | None
+    tls: Tls | None
 
     @property
     def identity(self) -> Identity:
@@ -63,6 +65,7 @@ class WorkerParts:
             layout=self.memory.layout,
             num_pages=self.memory.num_pages,
             cluster_key=self.settings.cluster_key,
+            tls=self.tls,
         )
 
     @property
@@ -111,6 +114,9 @@ def build(role: str, settings: WorkerSettings) -> WorkerParts:
     each with one sentence for the operator.
     """
     check(settings)
+    tls = Tls.from_settings(
+        settings.handoff_tls_cert, settings.handoff_tls_key, settings.handoff_tls_ca
+    )
     pin_cores(settings.cores)
     device = pick_device(settings.device)
     dtype = pick_dtype(settings.dtype, device)
@@ -122,7 +128,7 @@ def build(role: str, settings: WorkerSettings) -> WorkerParts:
     native_len = ModelConfig.from_dir(path).max_position_embeddings
     longest = min(settings.max_model_len or native_len, native_len)
     os.environ[native.VARIABLE] = settings.cpu_kernels
-    model = load_model(path, device, dtype, max_positions=longest)
+    model = load_model(path, device, dtype, longest, settings.deterministic)
     config = model.config
     layout = KVLayout(
         dtype=str(dtype).removeprefix("torch."),
@@ -150,6 +156,7 @@ def build(role: str, settings: WorkerSettings) -> WorkerParts:
         max_model_len=capacity,
         health=HealthMonitor.create(str(device), cuda=_lend(device)),
         core_flag=_core_flag(settings),
+        tls=tls,
     )
 
 

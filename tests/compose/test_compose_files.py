@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 import yaml
 
 from pageferry.compose import cli
+from pageferry.compose.embedded_valkey import server_binary
 from pageferry.compose.health import ROLES
 from pageferry.compose.requirements import requirements
 from pageferry.kvtransfer.settings import (
@@ -63,12 +67,45 @@ def test_redis_and_page_transfers_stay_on_the_internal_network(compose, services
     assert set(services["gateway"]["networks"]) == {"inside", "outside"}
 
 
-def test_redis_never_evicts_and_is_bounded(services):
-    command = services["redis"]["command"]
-    options = dict(zip(command[1::2], command[2::2], strict=True))
-    assert options["--maxmemory-policy"] == "noeviction"
-    assert options["--maxmemory"] == "512mb"
-    assert (options["--save"], options["--appendonly"]) == ("", "no")
+@pytest.mark.parametrize("password", ["", "pass word's $HOME `id`"])
+def test_redis_is_bounded_keeps_its_password_and_shows_it_to_nobody(services, tmp_path, password):
+    """The command as it stands, with a real server."""
+    binary = tmp_path / "valkey-server"
+    binary.symlink_to(server_binary())
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shell, flag, script = services["redis"]["command"]
+    script = script.replace("END\nsave", f"END\nport {port}\nsave")
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "REDIS_PASSWORD": password}
+    server = subprocess.Popen([shell, flag, script], env=env, stdout=subprocess.DEVNULL)
+    try:
+        client = redis.Redis(port=port, password=password or None, socket_timeout=5)
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                options = client.config_get("*")
+                break
+            except redis.ConnectionError:
+                assert server.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        client.close()
+        wanted = {"maxmemory-policy": "noeviction", "maxmemory": str(512 * 2**20)}
+        wanted |= {"save": "", "appendonly": "no", "requirepass": password}
+        assert {name: options[name] for name in wanted} == wanted
+        if password:
+            stranger = redis.Redis(port=port, socket_timeout=5)
+            with pytest.raises(redis.AuthenticationError):
+                stranger.ping()
+            stranger.close()
+            argv = Path(f"/proc/{server.pid}/cmdline").read_bytes()
+            assert password.encode() not in argv
+            assert b"valkey-server" in argv
+    finally:
+        server.kill()
+        server.wait(10)
+    assert "REDIS_PASSWORD:" not in str(services["redis"]["healthcheck"])
 
 
 def test_services_can_be_scaled(services):

@@ -23,6 +23,7 @@ from pageferry.compose.local import (
     service_programs,
     wait_for_redis,
     wait_until_ready,
+    with_cluster_key,
 )
 from pageferry.compose.supervisor import ChildDied
 from pageferry.kvtransfer.settings import (
@@ -94,14 +95,17 @@ def test_each_service_gets_only_its_own_settings(monkeypatch):
 def test_workers_get_names_and_cores_and_no_secrets_on_the_command_line(monkeypatch):
     monkeypatch.setattr(local, "allowed_cores", lambda text: [0, 1, 2])
     monkeypatch.setattr(local, "siblings_together", lambda cores: cores)
-    settings = parse("--prefill", "1", "--decode", "2", "--cluster-key", "secret")
+    keys = ("--cluster-key", "secret", "--api-key", "secret-too")
+    settings = parse("--prefill", "1", "--decode", "2", *keys)
     programs = service_programs(settings, "unix:///x", 8123, Path("/scratch"))
     assert [p.name for p in programs] == ["gateway", "prefill-0", "decode-0", "decode-1"]
     assert [p.env.get("PAGEFERRY_CORES") for p in programs] == [None, "0", "1", "2"]
     assert programs[0].env["PAGEFERRY_PORT"] == "8123"
     assert "PAGEFERRY_CLUSTER_KEY" not in programs[0].env
+    assert programs[0].env["PAGEFERRY_API_KEY"] == "secret-too"
     for program in programs[1:]:
         assert program.env["PAGEFERRY_CLUSTER_KEY"] == "secret"
+        assert "PAGEFERRY_API_KEY" not in program.env
         assert program.argv[-2:] == ["--name", program.name]
         assert "secret" not in " ".join(program.argv)
 
@@ -136,13 +140,12 @@ async def test_redis_that_does_not_answer_is_a_settings_error(monkeypatch):
 
 @pytest.fixture
 async def fake_gateway():
-    """A server that answers /ready with the given statuses in turn; yields (port, statuses)."""
+    """A server that answers with the given statuses in turn; yields (port, statuses)."""
     statuses: list[int] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        path = (await reader.readuntil(b"\r\n\r\n")).split()[1]
-        models = json.dumps({"data": [{"id": "tiny"}]})
-        status, body = (200, models) if path == b"/v1/models" else (statuses.pop(0), "loading")
+        assert (await reader.readuntil(b"\r\n\r\n")).split()[1] == b"/ready"
+        status, body = statuses.pop(0), "loading"
         head = f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         writer.write(head.encode() + body.encode())
         await writer.drain()
@@ -156,7 +159,7 @@ async def fake_gateway():
 async def test_ready_means_200(fake_gateway):
     port, statuses = fake_gateway
     statuses += [503, 503, 200, 200]
-    assert await wait_until_ready("127.0.0.1", port, 30) == "tiny"
+    await wait_until_ready("127.0.0.1", port, 30)
     assert statuses == [200]
 
 
@@ -176,9 +179,24 @@ async def test_never_ready_says_what_the_gateway_said(fake_gateway):
     ],
 )
 def test_ready_line_is_one_line_whose_curl_can_be_pasted(host, url):
-    line = ready_line(host, 80, 'it\'s "tiny"')
+    line = ready_line(parse("--host", host, "--served-model-name", 'it\'s "tiny"'), 80)
     assert "\n" not in line
     assert line.startswith(f"{url} serves ")
     argv = shlex.split(line.partition("Try: ")[2])
     assert argv[:2] == ["curl", f"{url}/v1/chat/completions"]
     assert json.loads(argv[-1])["model"] == 'it\'s "tiny"'
+
+
+def test_ready_line_with_keys_and_tls_shows_no_secret():
+    settings = parse("--api-key", "secret", "--tls-cert", "c.pem", "--tls-key", "k.pem")
+    line = ready_line(settings, 80)
+    assert "secret" not in line
+    assert "curl https://127.0.0.1:80/" in line
+    assert "Bearer $PAGEFERRY_API_KEY" in line
+
+
+def test_a_run_without_a_cluster_key_gets_one_of_its_own():
+    first, second = (with_cluster_key(parse()).cluster_key for _ in range(2))
+    assert len(first) == 64
+    assert first != second
+    assert with_cluster_key(parse("--cluster-key", "k")).cluster_key == "k"
