@@ -85,7 +85,7 @@ class Ferry:
         self._keys = keys
         self._options = options
         self._refused: dict[str, float] = {}
-        """Ids of workers that were refused, or refused us, with the time until which that stands."""
+        """Ids of workers that were refused, or refused us, and the time until which that stands."""
         self._unreachable: set[str] = set()
         """Said so in the log already."""
         self._tasks: set[asyncio.Task[None]] = set()
