@@ -135,7 +135,7 @@ class WorkerSettings(CommonSettings):
     deterministic: bool = setting(
         False,
         "Compute each row's bits from its sequence alone: the same text in any batch, cut into any "
-        "chunks, on any worker of this setting. Needs the C++ kernels (CPU); set it on all workers.",
+        "chunks, on any worker of this setting. Needs the C++ kernels (CPU); set it everywhere.",
     )
     page_size: int = setting(16, "Token slots per KV page; equal on all workers (8 to 128).")
     kv_memory_mib: int = setting(

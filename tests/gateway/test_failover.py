@@ -198,6 +198,7 @@ async def test_deaths_count_only_in_a_row(service: Cluster) -> None:
     call = asyncio.create_task(service.events(prompt=PROMPT, max_tokens=100))
     for i in range(3):
         await started(service, 5 + 15 * i)
+        await service.until(lambda: service.generations()[0].owner)
         holder = next(w for w in service.workers if w.id == service.generations()[0].owner)
         await service.worker("decode", f"next-{i}", step_s=0.02)
         await holder.die()
