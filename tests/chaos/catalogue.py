@@ -142,8 +142,8 @@ EIGHTY_HASHES = 45855
 """The token of 80 times `#`: few tokens, much text."""
 HASHES = [504, 28, *([EIGHTY_HASHES] * 750)]
 STALL_PROMPTS, STALL_N = 4, 16
-STALL_ONE = _completion("stall-one", HASHES, 40, echo=True, ignore_eos=True)
-STALL = _completion("stall", [HASHES] * STALL_PROMPTS, 40, echo=True, ignore_eos=True, n=STALL_N)
+STALL_ONE = _completion("stall-one", HASHES, 16, echo=True, ignore_eos=True)
+STALL = _completion("stall", [HASHES] * STALL_PROMPTS, 16, echo=True, ignore_eos=True, n=STALL_N)
 """What the client that stops reading asks for: 3.8 MB, more than the kernel buffers on loopback
 (3 MB). It is greedy, so each of its choices is that of STALL_ONE."""
 

@@ -34,6 +34,7 @@ from processes import Options, Stack
 from pageferry.compose.supervisor import ChildDied
 
 MAX_SHOWN = 20
+SAMPLE_S = 10.0
 
 
 class Run:
@@ -98,6 +99,8 @@ class Run:
         begun, begun_wall = loop.time(), time.time()
         load.start(arguments.clients)
         faulting = asyncio.create_task(injector.run(plan))
+        samples: list[dict[str, Any]] = []
+        sampling = asyncio.create_task(self._sample(samples, begun))
         ends = begun + arguments.minutes * 60
         await asyncio.wait([faulting, stack.supervisor.failed], return_when="FIRST_COMPLETED")
         if stack.supervisor.failed.done():
@@ -112,6 +115,7 @@ class Run:
         self.problems += injector.problems
         self.problems += await aftermath.settle(stack)
         await self._probe()
+        sampling.cancel()
         after = aftermath.usage(stack)
         judged = self._judge(load, injector.faults, begun, begun_wall)
         with (self.log_dir / "requests.jsonl").open("w") as lines:
@@ -135,9 +139,19 @@ class Run:
             ],
             "usage_before": before,
             "usage_after": after,
+            "usage_samples": samples,
             "warnings": aftermath.warnings(self.log_dir),
             "problems": self.problems,
         }
+
+    async def _sample(self, samples: list[dict[str, Any]], begun: float) -> None:
+        """Note the resident memory of every process now and then."""
+        while True:
+            now = asyncio.get_running_loop().time() - begun
+            usage = aftermath.usage(self.stack)
+            sizes = {name: [of["pid"], of["rss_kib"]] for name, of in usage.items()}
+            samples.append({"at": round(now, 1), **sizes})
+            await asyncio.sleep(SAMPLE_S)
 
     def _judge(self, load: Load, faults: list[Fault], begun: float, wall: float) -> list[Any]:
         judged = []

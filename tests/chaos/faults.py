@@ -249,7 +249,7 @@ class Injector:
 
     async def _client_stall(self, fault: Fault, rng: random.Random) -> None:
         gateway = rng.randrange(len(self._stack.urls))
-        seconds = rng.uniform(6, 12)
+        seconds = rng.uniform(8, 12)
         self._begin(fault, self._stack.gateways[gateway], seconds)
         answer, size = await self._load.stall(gateway, seconds)
         fault.until = self._loop.time()

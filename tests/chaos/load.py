@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
 import aiohttp
-from catalogue import STALL, Case
+from catalogue import STALL, STALL_ONE, Case
 from client import Answer, ask, body_of, parse_events
 
 MAX_RETRY_S = 1.0
@@ -87,8 +87,12 @@ class Load:
         return min(count, len(pool))
 
     async def stall(self, gateway: int, quiet_s: float) -> tuple[Answer, int]:
-        """A client that reads nothing for `quiet_s`, then whatever is left; and the bytes read."""
+        """A client that reads nothing for `quiet_s`, then whatever is left; and the bytes read.
+
+        It asks for one choice in good manners first, so that the prompt is cached for the others.
+        """
         loop = asyncio.get_running_loop()
+        await self.one(STALL_ONE, True, gateway)
         name, url = self._gateways[gateway]
         answer = Answer(STALL, True, name, loop.time(), cut=True)
         head, body = b"", b""

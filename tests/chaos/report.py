@@ -120,9 +120,11 @@ def show(record: dict[str, Any]) -> str:
     )
     for name, now in record["usage_after"].items():
         before = record["usage_before"].get(name, now)
+        peak = max((s[name][1] for s in record["usage_samples"] if name in s), default=0)
         same = "" if before["pid"] == now["pid"] else " (another process)"
         lines.append(
-            f"{name}: {before['rss_kib'] >> 10} -> {now['rss_kib'] >> 10} MiB resident, "
+            f"{name}: {before['rss_kib'] >> 10} -> {now['rss_kib'] >> 10} MiB resident "
+            f"(at most {peak >> 10}), "
             f"{before['fds']} -> {now['fds']} descriptors{same}"
         )
     return "\n".join(lines)
