@@ -94,9 +94,11 @@ def usage(stack: Stack) -> dict[str, dict[str, int]]:
         try:
             status = Path(f"/proc/{pid}/status").read_text()
             fds = len(os.listdir(f"/proc/{pid}/fd"))
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
             continue
         fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+        if "VmRSS" not in fields:  # it has ended and is not reaped yet
+            continue
         found[name] = {
             "pid": pid,
             "rss_kib": int(fields["VmRSS"].split()[0]),

@@ -26,15 +26,19 @@ from typing import Any
 import aftermath
 import report
 from catalogue import CASES, PROBE, STALL, STALL_N, STALL_ONE, STALL_PROMPTS, Case
+from client import Answer
 from faults import BAG, Injector, schedule
 from load import Load
 from oracle import Expected, Fault, judge
 from processes import Options, Stack
 
 from pageferry.compose.supervisor import ChildDied
+from pageferry.kvtransfer.tasks import end_tasks
 
 MAX_SHOWN = 20
 SAMPLE_S = 10.0
+MIN_RIGHT = 0.05
+"""With fewer right answers the run says nothing."""
 
 
 class Run:
@@ -43,6 +47,9 @@ class Run:
         self.log_dir = log_dir
         self.problems: list[str] = []
         self.expected: dict[str, Expected] = {}
+        self.samples: list[dict[str, Any]] = []
+        self.begun = self.begun_wall = 0.0
+        """When the load began, by the loop's clock and by the wall's."""
         options = Options(
             gateways=arguments.gateways, deterministic=arguments.deterministic == "true"
         )
@@ -90,70 +97,72 @@ class Run:
 
     async def _disturb(self) -> dict[str, Any]:
         arguments, stack = self.arguments, self.stack
-        before = aftermath.usage(stack)
         kinds = arguments.kinds.split(",")
         plan = schedule(arguments.seed, arguments.minutes, arguments.per_minute, kinds)
         load = Load(stack.urls, self.cases, arguments.seed)
         injector = Injector(stack, load)
+        before = aftermath.usage(stack)
         loop = asyncio.get_running_loop()
-        begun, begun_wall = loop.time(), time.time()
+        self.begun, self.begun_wall = loop.time(), time.time()
+        sampling = asyncio.create_task(self._sample())
         load.start(arguments.clients)
         faulting = asyncio.create_task(injector.run(plan))
-        samples: list[dict[str, Any]] = []
-        sampling = asyncio.create_task(self._sample(samples, begun))
-        ends = begun + arguments.minutes * 60
-        await asyncio.wait([faulting, stack.supervisor.failed], return_when="FIRST_COMPLETED")
+        events: list[asyncio.Future[Any]] = [faulting, stack.supervisor.failed]
+        await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
         if stack.supervisor.failed.done():
             faulting.cancel()
             self.problems.append(f"the stack ended: {stack.supervisor.failed.result()}")
         else:
             await faulting
-            await asyncio.sleep(ends - loop.time())
+            await asyncio.sleep(self.begun + arguments.minutes * 60 - loop.time())
         say("the load ends")
         await load.stop()
-        seconds = loop.time() - begun
+        seconds = loop.time() - self.begun
         self.problems += injector.problems
         self.problems += await aftermath.settle(stack)
         await self._probe()
-        sampling.cancel()
-        after = aftermath.usage(stack)
-        judged = self._judge(load, injector.faults, begun, begun_wall)
+        await end_tasks([sampling])
+        memory = {"before": before, "after": aftermath.usage(stack), "samples": self.samples}
+        return self._record(load, injector, seconds, memory)
+
+    def _record(
+        self, load: Load, injector: Injector, seconds: float, memory: dict[str, Any]
+    ) -> dict[str, Any]:
+        judged = self._judge(load, injector.faults)
+        right = sum(outcome == "right" for _, outcome in judged)
+        if right < MIN_RIGHT * len(judged):
+            self.problems.append(f"only {right} of {len(judged)} requests were served at all")
         with (self.log_dir / "requests.jsonl").open("w") as lines:
             for answer, outcome in judged:
-                lines.write(json.dumps(report.line_of(answer, outcome, begun)) + "\n")
+                lines.write(json.dumps(report.line_of(answer, outcome, self.begun)) + "\n")
         self.problems += aftermath.log_problems(self.log_dir, injector.kills)
         return {
-            "seed": arguments.seed,
-            "minutes": arguments.minutes,
+            "seed": self.arguments.seed,
+            "minutes": self.arguments.minutes,
             "date": time.strftime("%Y-%m-%d %H:%M"),
             "cores": len(os.sched_getaffinity(0)),
-            "options": vars(stack.options),
+            "options": vars(self.stack.options),
             "seconds": round(seconds, 1),
             "num_faults": len(injector.faults),
             "skipped": dict(injector.skipped),
             "totals": report.totals(judged),
             "by_kind": report.by_kind(injector.faults, judged),
-            "faults": [
-                {**vars(f), "at": round(f.at - begun, 2), "until": round(f.until - begun, 2)}
-                for f in injector.faults
-            ],
-            "usage_before": before,
-            "usage_after": after,
-            "usage_samples": samples,
+            "faults": [report.fault_of(fault, self.begun) for fault in injector.faults],
+            "memory": memory,
             "warnings": aftermath.warnings(self.log_dir),
             "problems": self.problems,
         }
 
-    async def _sample(self, samples: list[dict[str, Any]], begun: float) -> None:
+    async def _sample(self) -> None:
         """Note the resident memory of every process now and then."""
         while True:
-            now = asyncio.get_running_loop().time() - begun
+            now = asyncio.get_running_loop().time() - self.begun
             usage = aftermath.usage(self.stack)
             sizes = {name: [of["pid"], of["rss_kib"]] for name, of in usage.items()}
-            samples.append({"at": round(now, 1), **sizes})
+            self.samples.append({"at": round(now, 1), **sizes})
             await asyncio.sleep(SAMPLE_S)
 
-    def _judge(self, load: Load, faults: list[Fault], begun: float, wall: float) -> list[Any]:
+    def _judge(self, load: Load, faults: list[Fault]) -> list[tuple[Answer, str]]:
         judged = []
         for answer in load.answers:
             if answer.case is STALL and not self.stack.options.deterministic:
@@ -161,19 +170,22 @@ class Run:
             outcome, problem = judge(answer, self.expected[answer.case.name], faults)
             judged.append((answer, outcome))
             if problem:
-                start, end = answer.started - begun, answer.ended - begun
-                near = [
-                    f"{f.kind} {f.target} at {f.at - begun:.1f} ({f.note})"
-                    for f in faults
-                    if answer.started - 5 < f.until and f.at < answer.ended
-                ]
-                clock = time.strftime("%H:%M:%S", time.localtime(wall + start))
-                self.problems.append(
-                    f"{outcome}: {answer.case.name} ({'streamed' if answer.stream else 'whole'}) "
-                    f"to {answer.gateway} from {start:.1f} ({clock}) to {end:.1f} s: {problem}\n"
-                    f"    faults: {'; '.join(near)}"
-                )
+                self.problems.append(self._describe(answer, outcome, problem, faults))
         return judged
+
+    def _describe(self, answer: Answer, outcome: str, problem: str, faults: list[Fault]) -> str:
+        start, end = answer.started - self.begun, answer.ended - self.begun
+        near = [
+            f"{fault.kind} {fault.target} at {fault.at - self.begun:.1f} ({fault.note})"
+            for fault in faults
+            if answer.started - 5 < fault.until and fault.at < answer.ended
+        ]
+        clock = time.strftime("%H:%M:%S", time.localtime(self.begun_wall + start))
+        how = "streamed" if answer.stream else "whole"
+        return (
+            f"{outcome}: {answer.case.name} ({how}) to {answer.gateway} from {start:.1f} ({clock}) "
+            f"to {end:.1f} s: {problem}\n    faults: {'; '.join(near)}"
+        )
 
     async def _probe(self) -> None:
         load = Load(self.stack.urls, [PROBE], 0)

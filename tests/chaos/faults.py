@@ -48,6 +48,9 @@ BAG = {
 
 TERM_S = 20.0
 """A worker or gateway that was told to stop must be gone by then."""
+BURST_WAIT_S = 15.0
+LAST_DECODE = 0.2
+"""How often a decode worker is hit although it is the last that serves."""
 MAX_MEMORY = "512mb"
 REDIS_AT_HAND_S = 30.0
 
@@ -158,11 +161,19 @@ class Injector:
         self._begin(fault, name, note=f"age {self._stack.age_s(name):.0f} s")
         self._kill(name)
 
+    async def _role(self, rng: random.Random) -> str:
+        """Whom a fault may hit that is meant for a decode worker: mostly one that is not the last,
+        because while there is none, other faults find nothing to disturb."""
+        serving = [name for name in await self._stack.serving() if name.startswith("decode")]
+        return "decode" if len(serving) > 1 or rng.random() < LAST_DECODE else "prefill"
+
     async def _prefill_kill(self, fault: Fault, rng: random.Random) -> None:
         await self._kill_one(fault, "prefill", rng)
 
     async def _decode_kill(self, fault: Fault, rng: random.Random) -> None:
-        await self._kill_one(fault, "decode", rng)
+        role = await self._role(rng)
+        fault.kind = f"{role}_kill"
+        await self._kill_one(fault, role, rng)
 
     async def _both_decode_kill(self, fault: Fault, rng: random.Random) -> None:
         names = [n for n in self._stack.workers if n.startswith("decode") and self._may_die(n)]
@@ -191,15 +202,17 @@ class Injector:
         await self._freeze(fault, "prefill", rng)
 
     async def _decode_freeze(self, fault: Fault, rng: random.Random) -> None:
-        await self._freeze(fault, "decode", rng)
+        role = await self._role(rng)
+        fault.kind = f"{role}_freeze"
+        await self._freeze(fault, role, rng)
 
     async def _pick_ready(self, rng: random.Random) -> tuple[str, str]:
         """A worker that serves: its program and its id in the registry."""
-        name = self._pick(rng.choice(["prefill", "decode"]), rng)
-        worker_id = await self._stack.worker_id(name)
-        if not worker_id:
+        name = self._pick(rng.choice(["prefill", await self._role(rng)]), rng)
+        serving = await self._stack.serving()
+        if name not in serving:
             raise Skipped
-        return name, worker_id
+        return name, serving[name]
 
     async def _worker_term(self, fault: Fault, rng: random.Random) -> None:
         name, _ = await self._pick_ready(rng)
@@ -258,6 +271,11 @@ class Injector:
 
     async def _burst(self, fault: Fault, rng: random.Random) -> None:
         count = rng.randint(50, 200)
+        patience = self._loop.time() + BURST_WAIT_S
+        while self._loop.time() < patience:  # refused in a moment, it would be no load
+            if any(name.startswith("decode") for name in await self._stack.serving()):
+                break
+            await asyncio.sleep(0.5)
         self._begin(fault, "gateways", note=f"{count} requests")
         answers = await self._load.burst(count, rng)
         fault.until = self._loop.time()

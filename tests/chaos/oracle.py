@@ -132,7 +132,7 @@ def _judge_whole(answer: Answer, expected: Expected) -> tuple[str, str]:
 
 def _judge_error(answer: Answer, faults: Sequence[Fault]) -> tuple[str, str]:
     error = answer.error or {}
-    code, shown = error.get("code"), f"{answer.status} {error}"
+    code, shown = str(error.get("code")), f"{answer.status} {error}"
     streaming = answer.stream and answer.status == 200
     outcome = "error event" if streaming else f"{answer.status}"
     if answer.after_end:

@@ -169,16 +169,16 @@ class Stack:
             return False
         return True
 
-    async def worker_id(self, name: str) -> str:
-        """The id under which the program's present process is registered; "" if it is not."""
+    async def serving(self) -> dict[str, str]:
+        """Workers whose present process is registered and ready: program name -> id."""
         for url in self.urls.values():
             try:
-                for worker in (await self.get(url, "/v1/workers"))["data"]:
-                    if worker["pid"] == self.pid(name) and worker["state"] == "ready":
-                        return str(worker["id"])
+                records = (await self.get(url, "/v1/workers"))["data"]
             except (aiohttp.ClientError, OSError, TimeoutError):
                 continue
-        return ""
+            ids = {record["pid"]: record["id"] for record in records if record["state"] == "ready"}
+            return {n: ids[self.pid(n)] for n in self.workers if self.pid(n) in ids}
+        return {}
 
     async def drain(self, worker_id: str) -> int:
         """POST /v1/workers/{id}/drain to the gateways in turn; the last status, 0 without any."""

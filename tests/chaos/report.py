@@ -73,6 +73,12 @@ def line_of(answer: Answer, outcome: str, begun: float) -> dict[str, Any]:
     }
 
 
+def fault_of(fault: Fault, begun: float) -> dict[str, Any]:
+    """One fault for the record; times in seconds since `begun`."""
+    times = {"at": round(fault.at - begun, 2), "until": round(fault.until - begun, 2)}
+    return {"kind": fault.kind, "target": fault.target, **times, "note": fault.note}
+
+
 def totals(judged: Sequence[tuple[Answer, str]]) -> dict[str, Any]:
     """Outcomes of all requests; the longest pause of each stream, and of the first event alone."""
     streams = [a for a, outcome in judged if a.stream and outcome == "right"]
@@ -118,9 +124,10 @@ def show(record: dict[str, Any]) -> str:
         f"longest pause of a stream: {_shown(whole['pause_s'])}; "
         f"first event: {_shown(whole['first_event_s'])}"
     )
-    for name, now in record["usage_after"].items():
-        before = record["usage_before"].get(name, now)
-        peak = max((s[name][1] for s in record["usage_samples"] if name in s), default=0)
+    memory = record["memory"]
+    for name, now in memory["after"].items():
+        before = memory["before"].get(name, now)
+        peak = max((s[name][1] for s in memory["samples"] if name in s), default=0)
         same = "" if before["pid"] == now["pid"] else " (another process)"
         lines.append(
             f"{name}: {before['rss_kib'] >> 10} -> {now['rss_kib'] >> 10} MiB resident "

