@@ -63,7 +63,10 @@ async def _json(session: aiohttp.ClientSession, method: str, url: str) -> Any:
         except (aiohttp.ContentTypeError, ValueError):
             raise Refused(f"{url} answers {reply.status}, and not with JSON") from None
         if reply.status >= 400:
-            raise Refused(body["error"]["message"])
+            try:
+                raise Refused(body["error"]["message"])
+            except (KeyError, TypeError):
+                raise Refused(f"{url} answers {reply.status} in another form than ours") from None
         return body
 
 

@@ -108,12 +108,11 @@ class Departures:
             return
         taken: Future[list[Sequence]] = Future()
         self._engine.inbox.put(Depart(limit, taken))
-        try:
-            async with asyncio.timeout(ENGINE_S):
-                sequences = await asyncio.wrap_future(taken)
-        except TimeoutError:
+        waiting = asyncio.wrap_future(taken)
+        await asyncio.wait([waiting], timeout=ENGINE_S)
+        if taken.cancel():  # else the engine has begun: what it lets go of is ours
             return
-        for sequence in sequences:
+        for sequence in await waiting:
             departure = self._departure(sequence)
             self._moving[departure] = self._loop.create_task(self._move(departure))
 
@@ -132,6 +131,8 @@ class Departures:
         except HandoffFailed as error:
             log.info("%s does not move: %s", sequence.request_id, error)
             uncertain = error.uncertain
+        except Exception:
+            log.exception("%s does not move", sequence.request_id)
         finally:
             if departure.handoff is not None:
                 departure.handoff.cancel("not moving")  # without effect on what was committed

@@ -19,7 +19,7 @@ from pageferry.gateway.rate_limits import Tenant
 from pageferry.gateway.web_errors import TENANT, Handler
 from pageferry.kvtransfer import metric_names as names
 
-OPEN_PATHS = frozenset(("/", "/health", "/ready", "/metrics", "/version"))
+OPEN_PATHS = frozenset(("/health", "/ready", "/metrics", "/version"))
 """What load balancers and Prometheus ask for; everything else needs a key."""
 ADMIN_PATHS = "/v1/workers"
 """Prefix of the paths for operators: they name hosts, and drain workers."""
@@ -96,10 +96,11 @@ class CrossOrigin:
         return origin if origin in self._origins else ""
 
     def is_foreign(self, request: web.BaseRequest) -> bool:
-        """Sent by a web page that is neither our own nor one that may call."""
-        origin = request.headers.get("Origin", "")
-        own = origin.partition("://")[2] == request.headers.get("Host")
-        return bool(origin) and not own and not self._allows(request)
+        """Sent by a web page that may not call.
+
+        That it calls us by the name it came from proves nothing: a page may bind its name to our
+        address (DNS rebinding), and none of our own gives orders."""
+        return bool(request.headers.get("Origin")) and not self._allows(request)
 
     async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         """Signal handler: runs before the headers of every answer."""

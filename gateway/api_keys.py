@@ -23,6 +23,7 @@ import hmac
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,8 @@ class KeyRing:
                 raise KeysError(f"the keys file names {SINGLE!r}, which is --api-key's name")
             entries[SINGLE] = Entry([digest(self._single)], Limits(), True)
         tenants = {
-            name: self._tenants.get(name) or entry.tenant(name) for name, entry in entries.items()
+            name: self._tenants.get(name) or Tenant(name, entry.limits)
+            for name, entry in entries.items()
         }
         for name, entry in entries.items():
             tenants[name].change(entry.limits, entry.admin)
@@ -110,16 +112,13 @@ def unauthorized(text: str) -> ApiError:
     return ApiError(401, text, "invalid_request_error", "invalid_api_key")
 
 
+@dataclass(frozen=True)
 class Entry:
     """One table of the file."""
 
-    def __init__(self, digests: list[bytes], limits: Limits, admin: bool) -> None:
-        self.digests = digests
-        self.limits = limits
-        self.admin = admin
-
-    def tenant(self, name: str) -> Tenant:
-        return Tenant(name, self.limits, admin=self.admin)
+    digests: list[bytes]
+    limits: Limits
+    admin: bool
 
 
 def read_keys(file: Path) -> dict[str, Entry]:

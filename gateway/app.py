@@ -37,7 +37,7 @@ from pageferry.gateway.text import Tokenizer
 from pageferry.gateway.tokens import BLOCK_S, TokenReader
 from pageferry.gateway.watch import Watcher
 from pageferry.gateway.web_errors import JsonRunner, add_request_id, errors_as_json
-from pageferry.kvtransfer.bus import TRANSIENT, add_control, connect
+from pageferry.kvtransfer.bus import TRANSIENT, connect, control_command
 from pageferry.kvtransfer.keys import Keys
 from pageferry.kvtransfer.settings import GatewaySettings
 from pageferry.kvtransfer.tasks import end_tasks
@@ -110,7 +110,7 @@ class Gateway:
         self._operations = Operations(
             model,
             (self.fleet, self.health, self.admission, self.metrics),
-            lambda message: add_control(self._client, self.keys, message),
+            lambda message: self.outbox.sent(control_command(self.keys, message)),
         )
         self._runner: JsonRunner | None = None
         self._tasks: list[asyncio.Task[None]] = []

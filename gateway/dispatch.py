@@ -32,7 +32,7 @@ from pageferry.gateway.metrics import GatewayMetrics
 from pageferry.gateway.outbox import Command, Job, Outbox
 from pageferry.gateway.requests import Entry, Generation, Verdict
 from pageferry.kvtransfer import metric_names as names
-from pageferry.kvtransfer.bus import MAX_CONTROL_ENTRIES
+from pageferry.kvtransfer.bus import control_command
 from pageferry.kvtransfer.keys import FIELD, PREFILL_GROUP, Keys
 from pageferry.kvtransfer.settings import GatewaySettings
 from pageferry.kvtransfer.wire import Cancel, Event, Kind, pack, pack_control
@@ -201,6 +201,10 @@ class Dispatcher:
                 cause = "requeue" if holder in left else "worker_death"
                 self.resubmit(generation, cause)
 
+    def holders(self) -> set[str]:
+        """Workers that answer for something, as far as we know."""
+        return {g.holder for g in self.generations.values() if g.active and g.holder}
+
     def on_claim_lost(self, request_id: str, epoch: int) -> None:
         """A dead worker had claimed this request; its entry has been removed already."""
         generation = self.generations.get(request_id)
@@ -258,10 +262,10 @@ class Dispatcher:
             return
         holder = generation.holder
         self._recall(generation)
+        generation.next_epoch()
         blames = 0
         if cause in BLAMED:
             blames = generation.blame(for_handoff=cause == "handoff_failed")
-        generation.next_epoch()
         self._metrics.count(names.REQUEST_RESUBMISSIONS, 1, cause)
         log.info(
             "resubmit id=%s cause=%s worker=%s epoch=%d tokens=%d",
@@ -286,7 +290,8 @@ class Dispatcher:
         if not generation.active or not generation.parked or generation.epoch != epoch:
             return
         if generation.is_suspect:
-            self._isolated = self._isolated or generation
+            if self._isolated is None or not self._isolated.active:
+                self._isolated = generation
             if self._isolated is not generation:
                 return
         self._push(generation, None)
@@ -321,9 +326,7 @@ class Dispatcher:
         if generation.parked:
             return
         cancel = pack_control([Cancel(generation.id, generation.epoch)])
-        commands: list[Command] = [
-            ("XADD", self._keys.control, "MAXLEN", "~", MAX_CONTROL_ENTRIES, "*", FIELD, cancel)
-        ]
+        commands: list[Command] = [control_command(self._keys, cancel)]
         if generation.entry is not None:
             commands = [*remove_entry(generation.entry), *commands]
         self._outbox.put(Job(commands, keep=True))
@@ -356,7 +359,6 @@ class Dispatcher:
             lifetime_ms = int(self._settings.request_timeout_s * 1000) + 60_000
             commands.append(("PEXPIRE", queue, lifetime_ms))
         generation.parked = False
-        generation.tokens_at_submission = len(generation.tokens)
         generation.assigned = self._loop.time()
         done = partial(self._pushed, generation, generation.epoch, queue, worker, result)
         job = Job(commands, done)

@@ -82,6 +82,9 @@ def check(settings: GatewaySettings) -> None:
         fail(f"--port {settings.port} is not a TCP port (0 to 65535)")
     if not 0.5 <= settings.lease_s <= 60:
         fail(f"--lease-s {settings.lease_s:g} is outside 0.5 to 60")
+    for name in ("drain_s", "worker_wait_s", "local_prefill_tokens"):
+        if getattr(settings, name) < 0:
+            fail(f"--{name.replace('_', '-')} {getattr(settings, name):g} must not be below 0")
     for name in POSITIVE:
         if getattr(settings, name) <= 0:
             fail(f"--{name.replace('_', '-')} {getattr(settings, name):g} must be above 0")

@@ -112,6 +112,26 @@ class Outbox:
         self._idle.clear()
         self._wake.set()
 
+    async def sent(self, command: Command) -> None:
+        """Return when Redis has taken it, or raise why not; the caller sets a bound."""
+        taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def done(replies: list[Any], error: Exception | None) -> None:
+            del replies
+            if taken.done():
+                return
+            if error is None:
+                taken.set_result(None)
+            else:
+                taken.set_exception(error)
+
+        job = Job([command], done)
+        self.put(job)
+        try:
+            await taken
+        finally:
+            job.wanted = False
+
     async def flushed(self) -> None:
         """Wait until everything put so far was sent."""
         await self._idle.wait()

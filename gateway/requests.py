@@ -101,7 +101,7 @@ class Generation:
     outcome: str = ""
     claimed: float | None = None
     handed_over: float | None = None
-    """When a second worker took it over: after a prefill, the COMMIT of its handoff."""
+    """When a second worker took it over first: after a prefill, the COMMIT of its handoff."""
     first_token: float | None = None
     last_token: float | None = None
     delivered: int = 0
@@ -159,8 +159,6 @@ class Generation:
 
     def blame(self, *, for_handoff: bool) -> int:
         """Count a death, or a failed handoff; returns how many there were in a row."""
-        if self.has_progressed:
-            self.deaths = self.failed_handoffs = 0
         if for_handoff:
             self.failed_handoffs += 1
             return self.failed_handoffs
@@ -175,8 +173,11 @@ class Generation:
         self.owner = ""
         self.parked = True
         self.suspect_since = None
+        if self.has_progressed:
+            self.deaths = self.failed_handoffs = 0
         progressed = len(self.tokens) > self.tokens_at_submission
         self.fruitless = 0 if progressed else self.fruitless + 1
+        self.tokens_at_submission = len(self.tokens)
 
     def close(self, outcome: str, error: ApiError | None = None) -> None:
         """End it; the first ending stands."""
@@ -201,7 +202,7 @@ class Generation:
         if self.claimed is None:
             self.claimed = now
         if self.owner != worker:
-            if self.owner:
+            if self.owner and self.handed_over is None:
                 self.handed_over = now
             self.owner = worker
             self.assigned = now

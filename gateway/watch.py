@@ -122,13 +122,14 @@ class Watcher:
             self._fleet.update(list({**kept, **{r.id: r for r in records}}.values()))
             self._dispatcher.reroute()
             return
-        gone = self._fleet.update(records)
-        left = await left_on_purpose(self._client, self._keys, [record.id for record in gone])
-        for record in gone:
+        live = {record.id for record in records}
+        missing = sorted((self._fleet.records.keys() | self._dispatcher.holders()) - live)
+        # Before the fleet forgets them: should Redis fail now, the next look asks again.
+        left = await left_on_purpose(self._client, self._keys, missing)
+        for record in self._fleet.update(records):
             if record.id not in left:
                 log.warning("%s worker %s is gone: its lease lapsed", record.role, record.id)
                 self._metrics.count(names.WORKER_DEATHS, 1, record.role)
-        live = {record.id for record in records}
         self._dispatcher.on_workers_missing(live, seen_at, left)
         async with asyncio.timeout(max(1.0, self._lease_s)):
             await self._sweep_queues(live)

@@ -165,9 +165,9 @@ async def left_on_purpose(client: Client, keys: Keys, worker_ids: Sequence[str])
     return {i for i, value in zip(worker_ids, values, strict=True) if value is not None}
 
 
-async def add_control(client: Client, keys: Keys, message: bytes) -> None:
-    """Say something to all workers: `message` is from `wire.pack_control`."""
-    await client.xadd(keys.control, {FIELD: message}, maxlen=MAX_CONTROL_ENTRIES, approximate=True)
+def control_command(keys: Keys, message: bytes) -> tuple[str | bytes | int, ...]:
+    """The command that says something to all workers: `message` is from `wire.pack_control`."""
+    return ("XADD", keys.control, "MAXLEN", "~", MAX_CONTROL_ENTRIES, "*", FIELD, message)
 
 
 async def list_workers(client: Client, keys: Keys) -> list[WorkerRecord]:

@@ -5,7 +5,7 @@ checksum over tag and list. What a flipped bit could turn into another request o
 Every tag has its own size cap and every field its checked type; what does not fit raises
 `FrameError`, and the connection that sent it is closed, because its framing cannot be trusted.
 
-In order of use (W: writer, the prefill side, which dials; R: receiver, the decode side):
+In order of use (W: writer, which dials; R: receiver; see `handoff`):
 
 | tag | from | meaning |
 |---|---|---|

@@ -1,7 +1,7 @@
-"""Handing a prompt's KV pages from a prefill worker to a decode worker: terms shared by both ends.
+"""Handing a sequence's KV pages to a decode worker: terms shared by both ends.
 
-Life of a handoff (W: writer, prefill side, `handoff_client`; R: receiver, decode side,
-`handoff_server`, its decisions in `intake`):
+Life of a handoff (W: writer, a prefill worker or a decode worker that drains, `handoff_client`;
+R: receiver, a decode worker, `handoff_server`, its decisions in `intake`):
 
 1. RESERVING  W asked for pages. R matches the prefix it already holds, asks its listener, reserves.
 2. OPEN       granted. W sends pages while it computes the next layers; R checks each message before

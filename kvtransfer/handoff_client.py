@@ -1,4 +1,6 @@
-"""The sending end of handoffs: one connection from a prefill worker to one decode worker.
+"""The sending end of handoffs: one connection from a writer to one decode worker.
+
+Writers are prefill workers, and decode workers that drain.
 
 Two threads per connection: the sender takes items from `outgoing.OutgoingTable` and is the only one
 that reads local pages or writes remote ones; the receiver reports answers and watches deadlines.

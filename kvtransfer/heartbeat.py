@@ -7,7 +7,8 @@ connection.
 
 It does not speak for the dead. It stops when
 
-- the event loop has not said for `LOOP_SILENCE_S` that it turns: it goes on once the loop is back;
+- the event loop has not said for `LOOP_SILENCE_S`, or two leases, that it turns: it goes on once
+  the loop is back;
 - the engine is stuck (`StepClock.stuck`, `--engine-timeout-s`). The worker is then told to end;
 - the whole process is frozen or gone: so is the thread.
 """
@@ -95,7 +96,8 @@ class Heartbeat:
                 silent = reason
                 if not silent:
                     failures = 0 if await self._beat(client, failures) else failures + 1
-                await asyncio.sleep(pause_s if not failures else min(pause_s, 0.1 * failures))
+                # Blocks this loop, where nothing else runs, and ends as soon as `stop` is called.
+                self._stop.wait(min(pause_s, 0.1 * failures) if failures else pause_s)
         finally:
             await client.aclose()
 

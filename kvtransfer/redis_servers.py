@@ -40,6 +40,8 @@ from pageferry.kvtransfer.redis_url import RedisUrl
 ASK_S = 2.0
 """How long one sentinel or cluster node may take to say where the server is."""
 MAX_KNOWN_NODES = 64
+MAX_ASKED = 3
+"""In one attempt to connect; the next attempt begins with another one."""
 
 Address = tuple[str, int]
 
@@ -137,7 +139,7 @@ class _Asking:
         failures = []
         in_order = list(self._known)  # Several connections may be looking at the same time.
         self._known.rotate(-1)
-        for host, port in in_order:
+        for host, port in in_order[:MAX_ASKED]:
             try:
                 async with (
                     asyncio.timeout(ASK_S),

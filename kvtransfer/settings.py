@@ -156,8 +156,8 @@ class WorkerSettings(CommonSettings):
     max_num_seqs: int = setting(64, "Sequences in one step at the most.")
     engine_timeout_s: float = setting(
         120.0,
-        "Seconds that the engine may take for one step. One that takes longer counts as hung: the "
-        "worker gives its requests back and exits.",
+        "Seconds that the engine may take for one step (1 to 86400). One that takes longer counts "
+        "as hung: the worker exits with 1 and its requests go to others.",
     )
     prefix_cache: bool = setting(True, "Keep pages of finished prompts for reuse.")
     transport: str = setting(

@@ -160,5 +160,9 @@ class TlsStream:
             raise OSError("the connection is closed")
 
     def _wait_for(self, event: int) -> None:
-        if not _is_ready(self._sock, event):
+        try:
+            ready = _is_ready(self._sock, event)
+        except ValueError:  # closed meanwhile, by the thread that owns it
+            raise OSError("the connection is closed") from None
+        if not ready:
             raise BlockingIOError

@@ -226,9 +226,14 @@ def check(settings: WorkerSettings) -> None:
         "max_num_batched_tokens": (1, 1 << 20),
         "max_num_seqs": (1, 4096),
         "lease_s": (0.5, 60),
+        "engine_timeout_s": (1, 86_400),
+        "drain_s": (0, 86_400),
+        "handoff_timeout_s": (0.5, 3600),
+        "max_inflight_handoffs": (1, 4096),
+        "watermark_pages": (0, 1 << 20),
     }
     for name, (low, high) in limits.items():
-        value = getattr(settings, name)
+        value = getattr(settings, name, low)  # a role has not all of them
         if not low <= value <= high:
             flag = "--" + name.replace("_", "-")
             raise SettingsError(f"{flag} {value}: expected {low} to {high}")

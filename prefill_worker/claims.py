@@ -117,6 +117,7 @@ class Claims:
                 claims.append(Claim(queue, entry_id, Request.from_dict(unpack(fields[FIELD]))))
             except (WireError, KeyError, TypeError) as error:  # TypeError: deleted meanwhile
                 log.warning("queue entry %s ignored: %s", entry_id.decode(), error)
+                self._doubted.discard((queue, entry_id))
                 await self.settle(queue, entry_id)
         if not claims:
             return []

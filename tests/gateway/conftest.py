@@ -238,6 +238,9 @@ class FakeWorker:
             yield
 
     def _begin(self, request: Request, work: Any) -> None:
+        if any(i == request.request_id and e >= request.epoch for i, e in self.cancelled):
+            work.close()  # Its cancel came before it did.
+            return
         task = asyncio.create_task(work, name=f"{request.epoch:09}")
         self.active[request.request_id] = task
 

@@ -109,3 +109,17 @@ async def test_spent_by_its_tokens_alone(
     generation = make_generation(sampling=sampling)
     generation.tokens.extend(ids)
     assert generation.spent == expected
+
+
+async def test_progress_clears_earlier_deaths_whatever_ends_the_epoch(
+    make_generation: MakeGeneration,
+) -> None:
+    generation = make_generation()
+    for _ in range(2):
+        generation.next_epoch()
+        generation.blame(for_handoff=False)
+    assert generation.is_suspect
+    generation.apply(tokens(0, 7, 8, epoch=2), 1.0)
+    generation.next_epoch()  # preempted, say
+    assert not generation.is_suspect
+    assert generation.blame(for_handoff=False) == 1

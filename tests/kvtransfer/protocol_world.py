@@ -202,7 +202,6 @@ class Gateway:
 
     def _push(self, generation: Generation) -> None:
         generation.parked = False
-        generation.tokens_at_submission = len(generation.tokens)
         self.queue.append(generation.request(self.world.now))
 
     def claim(self, writer: Worker) -> Request | None:

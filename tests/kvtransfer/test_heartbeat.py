@@ -172,6 +172,16 @@ async def test_no_beat_after_the_end(worker: Worker, client: Any) -> None:
     assert not await client.exists(KEYS.worker("w1"))
 
 
+async def test_the_end_does_not_wait_for_the_next_beat(worker: Worker) -> None:
+    """`WorkerBus.close` has two seconds for this and for leaving the registry."""
+    worker.heartbeat._lease_s = 60.0
+    worker.heartbeat.say()
+    await until(lambda: worker.renewals)
+    begun = time.monotonic()
+    await asyncio.to_thread(worker.heartbeat.stop)
+    assert time.monotonic() - begun < 1.0
+
+
 async def test_a_heartbeat_that_breaks_ends_the_worker(worker: Worker) -> None:
     async def broken(client: Any) -> None:
         raise KeyError("bug")
