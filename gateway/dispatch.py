@@ -236,9 +236,12 @@ class Dispatcher:
                 self.resubmit(generation, "lost")
 
     def _end_hopeless(self) -> None:
-        """No decode worker for too long: whoever waits is told, instead of at the deadline."""
+        """No decode worker for too long: whoever waits is told, instead of at the deadline.
+
+        What a worker that drains still computes is left to it.
+        """
         for generation in list(self.generations.values()):
-            if generation.active:
+            if generation.active and generation.holder not in self._fleet.records:
                 error = unavailable(self._fleet.why_not_ready(), "no_decode_worker", 2)
                 self.end(generation, "error", error)
 

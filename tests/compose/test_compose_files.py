@@ -189,6 +189,17 @@ def test_dockerfile_has_no_frontend_line_no_shell_entrypoint_and_no_root():
     assert "requirements.py" not in gateway, "the gateway image needs no worker dependencies"
 
 
+def test_workers_can_compile_and_load_what_triton_needs(services):
+    """Triton calls a C compiler and loads the result; Docker mounts a tmpfs noexec by default."""
+    text = (FOLDER / "Dockerfile").read_text()
+    parents = {stage: parent for parent, stage in re.findall(r"FROM (\S+) AS (\w+)", text)}
+    worker = text.partition("AS worker\n")[2].partition("\nFROM ")[0]
+    (home,) = re.findall(r"ENV TRITON_HOME=(\S+)", worker)
+    assert parents["worker"] == parents["wheel"] == "compiler"
+    for name in ("prefill", "decode"):
+        assert services[name]["tmpfs"] == [f"{home}:exec"]
+
+
 def test_image_dependencies_are_those_of_the_project():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     plain = requirements(ROOT / "pyproject.toml", [])

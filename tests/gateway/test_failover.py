@@ -208,6 +208,18 @@ async def test_deaths_count_only_in_a_row(service: Cluster) -> None:
     assert await text_of(call) == (PROMPT * 3)[:100]
 
 
+async def test_a_draining_workers_stream_outlives_the_wait_for_another(cluster: Cluster) -> None:
+    gateway = await cluster.gateway(worker_wait_s=0.3)
+    worker = await cluster.worker("decode", step_s=0.03)
+    call = asyncio.create_task(cluster.events(**FIELDS))
+    await started(cluster, 3)
+    worker.state = "draining"
+    await cluster.until(lambda: not gateway.fleet.has_decode)
+    assert await text_of(call) == TEXT
+    status, body = await cluster.post(prompt="a")
+    assert (status, body["error"]["code"]) == (503, "no_decode_worker")
+
+
 async def test_a_slow_worker_that_lives_keeps_its_claim(service: Cluster) -> None:
     prefill = service.workers[1]
     prefill.prefill_s = 3 * service.gateways[0].settings.lease_s
