@@ -44,8 +44,10 @@ up: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	@$(BIN)/python -m pageferry.kernels.prepare
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix --ignore=,$(WHOLE_STACKS))
-	@$(BIN)/python -m pytest $(WHOLE_STACKS)
+	@failed=0; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix --ignore=,$(WHOLE_STACKS)) || failed=1; \
+	$(BIN)/python -m pytest $(WHOLE_STACKS) || failed=1; \
+	exit $$failed
 
 chaos: $(VENV)/.installed-dev
 	@$(BIN)/python tests/chaos/chaos.py --minutes '$(MINUTES)' --seed '$(SEED)' $(CHAOS)

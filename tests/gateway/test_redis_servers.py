@@ -165,7 +165,8 @@ class Nodes:
                 while True:
                     info = str(await server.call("CLUSTER", "INFO"))
                     known = str(await server.call("CLUSTER", "NODES"))
-                    if "ok" in info and known.count("@") == num_nodes:
+                    met = known.count("@") == num_nodes and "handshake" not in known
+                    if "ok" in info and met:
                         break
                     await asyncio.sleep(0.05)
 
