@@ -126,7 +126,10 @@ class PrefillWorker:
             raise self._failure
 
     async def _follow(self) -> None:
+        was_connected = self._ferry.is_connected
         await self._ferry.refresh(self._bus.client)
+        if self._ferry.is_connected != was_connected:
+            await self._bus.publish()  # the gateways need not wait for the next heartbeat
 
     async def _drain(self) -> None:
         self._state = "failed" if self._failure else "draining"

@@ -117,7 +117,7 @@ class Stack:
         return list(self.get("/v1/workers")["data"])
 
     def wait_ready(self, prefill: int = 1, decode: int = 1) -> None:
-        """Until /ready is 200 and so many workers of each role are registered."""
+        """Until /ready is 200 and so many workers of each role are ready."""
         deadline = time.monotonic() + STARTUP_S
         while time.monotonic() < deadline:
             for service in self.services:
@@ -125,7 +125,7 @@ class Stack:
                     pytest.fail(f"{service.role} ended early\n{service.tail()}")
             try:
                 self.get("/ready")
-                roles = [w["role"] for w in self.workers()]
+                roles = [w["role"] for w in self.workers() if w["state"] == "ready"]
                 if roles.count("prefill") >= prefill and roles.count("decode") >= decode:
                     return
             except OSError:

@@ -34,7 +34,8 @@ template <class W, int R> inline void block_rows(const Block &b, int64_t index, 
     for (int v = 0; v < VECTORS; v++) weights(w, k, v, even + v, odd + v);
     for (int r = 0; r < R; r++)
       for (int v = 0; v < VECTORS; v++)
-        acc[r][v] += fma(x[r * b.stride + k + 1], odd[v], x[r * b.stride + k] * even[v]);
+        acc[r][v] = fma(x[r * b.stride + k + 1], odd[v],
+                        fma(x[r * b.stride + k], even[v], acc[r][v]));
   }
   if (k < b.k)  // only float32, whose inputs are not padded
     for (int r = 0; r < R; r++)
