@@ -73,7 +73,7 @@ async def test_a_disconnect_gives_pages_back_in_every_state(make_stack: Any) -> 
         "ignore_eos": True,
         "stream": True,
     }
-    for wait_s in (0.02, 0.3, 1.0, 4.0, 12.0):
+    for wait_s in (0.02, 0.3, 1.0, 4.0):
         async with aiohttp.ClientSession() as session:
             calls = [
                 asyncio.create_task(session.post(stack.url + "/v1/completions", json=body))
