@@ -23,7 +23,7 @@ from pageferry.decode_worker.scheduler import release_pages
 from pageferry.decode_worker.sequence import Sequence
 from pageferry.kvtransfer.ferry import Ferry
 from pageferry.kvtransfer.handoff import HandoffFailed
-from pageferry.kvtransfer.handoff_client import ClientOptions, Handoff
+from pageferry.kvtransfer.handoff_client import Handoff
 from pageferry.kvtransfer.tasks import end_tasks
 from pageferry.kvtransfer.wire import Cancel, Event, Kind, Request
 from pageferry.kvtransfer.worker_bus import WorkerBus
@@ -57,15 +57,13 @@ class Departure:
 class Departures:
     """Event loop only, but for the engine's inbox."""
 
-    def __init__(
-        self, parts: WorkerParts, options: ClientOptions, engine: Engine, bus: WorkerBus
-    ) -> None:
+    def __init__(self, parts: WorkerParts, ferry: Ferry, engine: Engine, bus: WorkerBus) -> None:
         self.num_moved = 0
         self._parts = parts
         self._engine = engine
         self._bus = bus
         self._loop = asyncio.get_running_loop()
-        self._ferry = Ferry(parts.identity, parts.memory, parts.keys, options)
+        self._ferry = ferry
         self._moving: dict[Departure, asyncio.Task[None]] = {}
         self._next_try = 0.0
         self._pause_s = MIN_PAUSE_S

@@ -32,7 +32,6 @@ from pageferry.kvtransfer import metric_names as names
 from pageferry.kvtransfer.bus import TRANSIENT
 from pageferry.kvtransfer.engine_thread import start_thread
 from pageferry.kvtransfer.handoff import NEVER, Intake
-from pageferry.kvtransfer.handoff_client import ClientOptions
 from pageferry.kvtransfer.handoff_server import HandoffServer, ServerOptions
 from pageferry.kvtransfer.keys import FIELD
 from pageferry.kvtransfer.page_use import live_tokens
@@ -76,13 +75,8 @@ class DecodeWorker:
             settings.watermark_pages,
         )
         self._engine = Engine(parts.worker_id, parts.pool, parts.runner, limits, self._bus.emit)
-        transport = settings.transport if len(parts.transports) > 1 else parts.transports[0]
-        self._departures = Departures(
-            parts,
-            ClientOptions(transport, settings.handoff_timeout_s),
-            self._engine,
-            self._bus,
-        )
+        ferry = parts.ferry(settings.handoff_timeout_s)
+        self._departures = Departures(parts, ferry, self._engine, self._bus)
         self._server = HandoffServer(
             parts.identity,
             parts.pool,

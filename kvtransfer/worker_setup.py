@@ -23,7 +23,9 @@ from pageferry.kernels.runner import ModelRunner
 from pageferry.kvtransfer.core_flag import CoreFlag
 from pageferry.kvtransfer.cuda_store import TensorStore
 from pageferry.kvtransfer.device_health import Cuda, HealthMonitor
+from pageferry.kvtransfer.ferry import Ferry
 from pageferry.kvtransfer.handoff import Identity, host_id
+from pageferry.kvtransfer.handoff_client import ClientOptions
 from pageferry.kvtransfer.host_memory import available_bytes, default_pool_bytes
 from pageferry.kvtransfer.keys import Keys
 from pageferry.kvtransfer.layout import KVLayout
@@ -74,6 +76,12 @@ class WorkerParts:
         if self.settings.transport != "auto":
             return (self.settings.transport,)
         return ("shm", "tcp") if isinstance(self.memory, PoolMemory) else ("tcp",)
+
+    def ferry(self, timeout_s: float) -> Ferry:
+        """For a worker that hands pages over; `timeout_s` as in `ClientOptions`."""
+        transport = "auto" if len(self.transports) > 1 else self.transports[0]
+        options = ClientOptions(transport, timeout_s)
+        return Ferry(self.identity, self.memory, self.keys, options)
 
     @property
     def blocked(self) -> str:

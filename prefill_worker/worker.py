@@ -28,9 +28,7 @@ from redis.exceptions import ResponseError
 from pageferry.kvtransfer import metric_names as names
 from pageferry.kvtransfer.bus import TRANSIENT, ensure_groups
 from pageferry.kvtransfer.engine_thread import start_thread
-from pageferry.kvtransfer.ferry import Ferry
 from pageferry.kvtransfer.handoff import HandoffFailed
-from pageferry.kvtransfer.handoff_client import ClientOptions
 from pageferry.kvtransfer.page_use import live_tokens
 from pageferry.kvtransfer.recent_cancels import RecentCancels
 from pageferry.kvtransfer.settings import PrefillSettings
@@ -97,13 +95,7 @@ class PrefillWorker:
             parts.memory.mark_ready,
             parts.core_flag,
         )
-        transport = settings.transport if len(parts.transports) > 1 else parts.transports[0]
-        self._ferry = Ferry(
-            parts.identity,
-            parts.memory,
-            parts.keys,
-            ClientOptions(transport=transport, timeout_s=settings.handoff_timeout_s),
-        )
+        self._ferry = parts.ferry(settings.handoff_timeout_s)
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT, then drain. Raises what ended the engine, if anything."""
