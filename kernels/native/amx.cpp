@@ -337,11 +337,6 @@ void attend_tiles(const Attend &a) {
 struct TileKernel {
   static constexpr int64_t ALIGN = 32;
 
-  static int64_t fetches(const Attend &a, int64_t keys) {
-    return round_up(keys, 16) / 16 * (a.head_dim / 32) * 4 +
-           round_up(keys, 32) / 32 * ((a.head_dim + 63) / 64) * 16;
-  }
-
   static bool fits(const Attend &a) { return a.head_dim % 32 == 0 && a.page_size % 16 == 0; }
 
   static void configure() {
@@ -373,25 +368,27 @@ struct TileKernel {
     _mm512_storeu_ps(out + 3 * RUN + j, _mm512_castpd_ps(_mm512_unpackhi_pd(b, d)));
   }
 
-  // 32 keys from j on, 64 columns from i on, as tiles. Keys behind the last count as zeros: their
-  // slots may hold anything.
-  static void weave(const Run &run, int64_t j, int64_t offset, int64_t columns32, bf16 *tiles,
-                    Ahead *ahead) {
+  // 32 keys from j on, 64 columns from `offset` on (32 if `half`), as tiles. Keys behind the last
+  // count as zeros: their slots may hold anything.
+  static void weave(const Run &run, int64_t j, int64_t offset, int64_t stride, bool half,
+                    bf16 *tiles) {
     for (int64_t pair = 0; pair < 16; pair++) {
-      ahead->fetch();
-      int64_t even = j + pair / 8 * 16 + pair % 8 / 2 + pair % 2 * 8, odd = even + 4;
-      const bf16 *a = run.keys[even] + offset, *b = run.keys[odd] + offset;
-      __mmask32 has_even = even < run.count ? ~0u : 0, has_odd = odd < run.count ? ~0u : 0;
-      for (int64_t i = 0; i < columns32; i++) {
-        __m512i x = _mm512_maskz_loadu_epi16(has_even, a + 32 * i);
-        __m512i y = _mm512_maskz_loadu_epi16(has_odd, b + 32 * i);
-        _mm512_store_si512(tiles + 2 * i * TILE + pair * 32, _mm512_unpacklo_epi16(x, y));
-        _mm512_store_si512(tiles + (2 * i + 1) * TILE + pair * 32, _mm512_unpackhi_epi16(x, y));
-      }
+      const int64_t block = j + pair / 8 * 16, even = pair % 8 / 2 + pair % 2 * 8;
+      const bf16 *a = run.keys[block] + offset + even * stride, *b = a + 4 * stride;
+      const __mmask32 has_a = block + even < run.count ? ~0u : 0;
+      const __mmask32 has_b = block + even + 4 < run.count ? ~0u : 0;
+      bf16 *out = tiles + pair * 32;
+      __m512i x = _mm512_maskz_loadu_epi16(has_a, a), y = _mm512_maskz_loadu_epi16(has_b, b);
+      _mm512_store_si512(out, _mm512_unpacklo_epi16(x, y));
+      _mm512_store_si512(out + TILE, _mm512_unpackhi_epi16(x, y));
+      if (half) continue;
+      x = _mm512_maskz_loadu_epi16(has_a, a + 32), y = _mm512_maskz_loadu_epi16(has_b, b + 32);
+      _mm512_store_si512(out + 2 * TILE, _mm512_unpacklo_epi16(x, y));
+      _mm512_store_si512(out + 3 * TILE, _mm512_unpackhi_epi16(x, y));
     }
   }
 
-  static void run(const Attend &a, const Run &run, Chunk c, Row *row, Ahead *ahead) {
+  static void run(const Attend &a, const Run &run, Chunk c, Row *row) {
     const int64_t d = a.head_dim, offset = c.kv_head * a.head_stride;
     const int64_t used = round_up(run.count, 32);
     const bf16 *q = row->q + c.first * row->wide;
@@ -401,7 +398,6 @@ struct TileKernel {
     for (int64_t j = 0; j < run.count; j += 16) {
       _tile_zero(6);
       for (int64_t i = 0; i < d; i += 32) {
-        for (int k = 0; k < 4; k++) ahead->fetch();
         _tile_loadd(4, run.keys[j] + offset + i, d * 2);
         _tile_loadd(5, q + i * 4, 16);
         _tile_dpbf16ps(6, 4, 5);
@@ -409,10 +405,9 @@ struct TileKernel {
       _tile_stored(6, scores + j * 4, 16);
     }
     for (int64_t i = 0; i < d; i += 64) {
-      int64_t columns32 = d - i < 64 ? 1 : 2;
-      for (int64_t j = 0; j < used; j += 32) {
-        weave(run, j, offset + a.value_offset + i, columns32, tiles[j / 32], ahead);
-      }
+      const bool half = d - i < 64;
+      for (int64_t j = 0; j < used; j += 32)
+        weave(run, j, offset + a.value_offset + i, d, half, tiles[j / 32]);
       if (i == 0) soften_chunk(a, run, scores, c, row);
       float *acc = row->acc + c.first * row->wide + i;
       written();
@@ -426,7 +421,7 @@ struct TileKernel {
         _tile_dpbf16ps(0, 7, 4);
         _tile_loadd(4, tiles[j / 32] + TILE, 64);
         _tile_dpbf16ps(1, 7, 4);
-        if (columns32 == 1) continue;
+        if (half) continue;
         _tile_loadd(4, tiles[j / 32] + 2 * TILE, 64);
         _tile_dpbf16ps(2, 7, 4);
         _tile_loadd(4, tiles[j / 32] + 3 * TILE, 64);
@@ -459,14 +454,18 @@ struct TileKernel {
     }
   }
 
+  // Columns leave their groups of four: of each 32, 0-3 | 8-11 | 16-19 | 24-27 and the others.
   static void end(const Attend &a, Chunk c, int64_t head, Row *row) {
+    const __m512i low = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
     for (int64_t g = 0; g < c.count; g++) {
-      const float *acc = row->acc + (c.first + g) * row->wide;
-      float turned[MAX_HEAD_DIM], sums = row->sums[c.first + g];
-      for (int64_t i = 0; i < a.head_dim; i++)
-        turned[i] = acc[i / 32 * 32 + i % 8 / 4 * 16 + i % 32 / 8 * 4 + i % 4] / sums;
+      const float *acc = row->acc + (c.first + g) * row->wide, sums = row->sums[c.first + g];
       bf16 *out = (bf16 *)a.out + (head + g) * a.head_dim;
-      for (int64_t i = 0; i < a.head_dim; i += LANES) store(out + i, load(turned + i));
+      for (int64_t i = 0; i < a.head_dim; i += 32) {
+        __m512 x = (__m512)(load(acc + i) / sums), y = (__m512)(load(acc + i + 16) / sums);
+        store(out + i, (F)_mm512_permutex2var_ps(x, low, y));
+        store(out + i + 16, (F)_mm512_permutex2var_ps(x, high, y));
+      }
     }
   }
 };

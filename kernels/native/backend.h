@@ -75,7 +75,6 @@ struct Attend {
   const void *kv_layer;
   int64_t page_stride, value_offset, head_stride, head_offset, page_size;  // elements
   const int32_t *block_table;
-  const Attend *next;  // what this thread computes next, or null: its first keys are prefetched
   float scale;
   bool deterministic;  // the same bits for a token in whatever chunk it comes
   void *scratch;  // SCRATCH bytes, 64-byte aligned

@@ -113,61 +113,13 @@ inline void locate(const Attend &a, int64_t first, int64_t end, Run *run) {
     run->keys[j] = run->keys[run->count - 1];
 }
 
-// Fetches the keys and values of the next run while this one is worked on: page after page, whose
-// heads lie side by side, and a few lines at a time, since a core has 16 misses under way and waits
-// when it asks for more.
-class Ahead {
- public:
-  // `a`: of the next run; `steps`: calls of `fetch` to come.
-  Ahead(const Attend &a, const Run &run, int64_t steps) : a_(a), run_(run) {
-    const int64_t lines = run.count * (2 * a.kv_heads * a.head_dim * 2 / 64);
-    lines_ = (lines + steps - 1) / steps;
-    enter(0);
-  }
-
-  void fetch() {
-    for (int64_t left = lines_; left > 0 && key_ < run_.count;) {
-      for (; left > 0 && at_ < end_; at_ += 64, left--) _mm_prefetch(at_, _MM_HINT_T1);
-      if (at_ < end_) return;
-      if (++part_ < 2 * a_.kv_heads)
-        open();
-      else
-        enter(key_ + keys_);
-    }
-  }
-
- private:
-  // The keys from `key` on that share a page.
-  void enter(int64_t key) {
-    key_ = key, part_ = 0;
-    if (key >= run_.count) return;
-    keys_ = a_.page_size - (run_.first + key) % a_.page_size;
-    if (keys_ > run_.count - key) keys_ = run_.count - key;
-    open();
-  }
-
-  // One head's keys, or its values, in that page.
-  void open() {
-    const int64_t head = part_ % a_.kv_heads;
-    at_ = (const char *)(run_.keys[key_] + head * a_.head_stride +
-                         (part_ < a_.kv_heads ? 0 : a_.value_offset));
-    end_ = at_ + keys_ * a_.head_dim * 2;
-  }
-
-  const Attend &a_;
-  const Run &run_;
-  int64_t lines_, key_, keys_, part_;
-  const char *at_, *end_;
-};
-
 // scores[g * RUN + j] = q[g] . key[j], for 16 keys.
 template <int G>
 inline void score16(const bf16 *q, int64_t wide, const Run &run, int64_t first, int64_t offset,
-                    int64_t d, Ahead *ahead, float *out) {
+                    int64_t d, float *out) {
   __m512 acc[G][16];
   for (int j = 0; j < 16; j++) {
     __m512 sum[G] = {};
-    ahead->fetch();
     for (int64_t i = 0; i < d; i += 32) {
       __m512i key = _mm512_maskz_loadu_epi16(columns(d, i), run.keys[first + j] + offset + i);
       for (int g = 0; g < G; g++)
@@ -181,8 +133,7 @@ inline void score16(const bf16 *q, int64_t wide, const Run &run, int64_t first, 
 // acc[g] = acc[g] * shrink[g] + sum of p[g][j] * value[j], for 64 columns (or those of the masks).
 template <int G>
 inline void weigh(const bf16 *const *keys, int64_t offset, int64_t pairs, const bf16 *p,
-                  const float *shrink, float *acc, int64_t wide, __mmask32 low, __mmask32 high,
-                  Ahead *ahead) {
+                  const float *shrink, float *acc, int64_t wide, __mmask32 low, __mmask32 high) {
   const __m512i first = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40,
                                          8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
   const __m512i second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
@@ -192,7 +143,6 @@ inline void weigh(const bf16 *const *keys, int64_t offset, int64_t pairs, const 
       o[g][v] = _mm512_mul_ps(_mm512_loadu_ps(acc + g * wide + v * 16), _mm512_set1_ps(shrink[g]));
   for (int64_t j = 0; j < pairs; j++) {
     const bf16 *even = keys[2 * j] + offset, *odd = keys[2 * j + 1] + offset;
-    ahead->fetch();
     __m512i a = _mm512_maskz_loadu_epi16(low, even);
     __m512i b = _mm512_maskz_loadu_epi16(low, odd);
     __m512i c = _mm512_maskz_loadu_epi16(high, even + 32);
@@ -278,30 +228,19 @@ template <class Fn> inline void over_chunks(const Attend &a, const Row &row, Fn 
 }
 
 // One new token, all its query heads, all its keys; pages are read in place. `Kernel` has
-//   fetches(a, keys)                            calls of `fetch` in one `run`
 //   begin(a, chunk, head, row)                  queries of a chunk
-//   run(a, run, chunk, row, ahead)              a chunk against a run of keys
+//   run(a, run, chunk, row)                     a chunk against a run of keys
 //   end(a, chunk, head, row)                    its results
 template <class Kernel> inline void attend_row(const Attend &a) {
   Row row;
   start_row(a, &row);
   over_chunks(a, row, [&](Chunk c, int64_t head) { Kernel::begin(a, c, head, &row); });
-  Run runs[2], *run = runs, *next = runs + 1;
   const int64_t end = a.position + 1;
-  locate(a, window_start(a, a.position) / Kernel::ALIGN * Kernel::ALIGN, end, run);
-  for (;;) {
-    const int64_t behind = run->first + run->count;
-    next->count = 0;
-    if (behind < end)
-      locate(a, behind, end, next);
-    else if (a.next)
-      locate(*a.next, window_start(*a.next, a.next->position), a.next->position + 1, next);
-    const int64_t steps = row.chunks * a.kv_heads * Kernel::fetches(a, run->count);
-    Ahead ahead(behind < end || !a.next ? a : *a.next, *next, steps);
-    over_chunks(a, row, [&](Chunk c, int64_t) { Kernel::run(a, *run, c, &row, &ahead); });
-    if (behind >= end) break;
-    Run *done = run;
-    run = next, next = done;
+  Run run;
+  int64_t first = window_start(a, a.position) / Kernel::ALIGN * Kernel::ALIGN;
+  for (; first < end; first += run.count) {
+    locate(a, first, end, &run);
+    over_chunks(a, row, [&](Chunk c, int64_t) { Kernel::run(a, run, c, &row); });
   }
   over_chunks(a, row, [&](Chunk c, int64_t head) { Kernel::end(a, c, head, &row); });
 }
@@ -320,11 +259,6 @@ template <class Kernel> inline void attend_rows(const Attend &a) {
 struct DotKernel {
   static constexpr int64_t ALIGN = 1;  // a row begins where its window does
 
-  // How often `run` calls `fetch`.
-  static int64_t fetches(const Attend &a, int64_t keys) {
-    return round_up(keys, 16) + (a.head_dim + 63) / 64 * ((keys + 1) / 2);
-  }
-
   static void begin(const Attend &a, Chunk c, int64_t head, Row *row) {
     for (int64_t g = 0; g < c.count; g++)
       for (int64_t i = 0; i < a.head_dim; i += LANES)
@@ -333,10 +267,10 @@ struct DotKernel {
   }
 
   template <int G>
-  static void run_of(const Attend &a, const Run &run, Chunk c, Row *row, Ahead *ahead) {
+  static void run_of(const Attend &a, const Run &run, Chunk c, Row *row) {
     const int64_t d = a.head_dim, wide = row->wide, offset = c.kv_head * a.head_stride;
     for (int64_t j = 0; j < run.count; j += 16)
-      score16<G>(row->q + c.first * wide, wide, run, j, offset, d, ahead, row->scores);
+      score16<G>(row->q + c.first * wide, wide, run, j, offset, d, row->scores);
     const int64_t used = round_up(run.count, 16);
     for (int g = 0; g < G; g++) {
       float *scores = row->scores + g * RUN;
@@ -346,14 +280,14 @@ struct DotKernel {
     }
     for (int64_t i = 0; i < d; i += 64)
       weigh<G>(run.keys, offset + a.value_offset + i, (run.count + 1) / 2, row->p, row->shrink,
-               row->acc + c.first * wide + i, wide, columns(d, i), columns(d, i + 32), ahead);
+               row->acc + c.first * wide + i, wide, columns(d, i), columns(d, i + 32));
   }
 
-  static void run(const Attend &a, const Run &run, Chunk c, Row *row, Ahead *ahead) {
-    if (c.count == 4) run_of<4>(a, run, c, row, ahead);
-    if (c.count == 3) run_of<3>(a, run, c, row, ahead);
-    if (c.count == 2) run_of<2>(a, run, c, row, ahead);
-    if (c.count == 1) run_of<1>(a, run, c, row, ahead);
+  static void run(const Attend &a, const Run &run, Chunk c, Row *row) {
+    if (c.count == 4) run_of<4>(a, run, c, row);
+    if (c.count == 3) run_of<3>(a, run, c, row);
+    if (c.count == 2) run_of<2>(a, run, c, row);
+    if (c.count == 1) run_of<1>(a, run, c, row);
   }
 
   static void end(const Attend &a, Chunk c, int64_t head, Row *row) {

@@ -247,14 +247,7 @@ void attend(const pf_model &m, const pf_batch &batch, const pf_layer &layer, Row
     a.scratch = scratch.get<char>(SCRATCH);
     return a;
   };
-  auto one = [&](int64_t index) {
-    Attend a = attend_of(pieces[index]), next;
-    if (index + 1 < (int64_t)pieces.size()) {
-      next = attend_of(pieces[index + 1]);
-      a.next = &next;
-    }
-    run(a);
-  };
+  auto one = [&](int64_t index) { run(attend_of(pieces[index])); };
   struct Context {
     decltype(one) &run;
     const Backend &backend;
