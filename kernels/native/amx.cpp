@@ -221,14 +221,41 @@ inline void score(const Tiles &t, int64_t row, int64_t keys) {
   }
 }
 
-// Scores of the row tile become weights `p`; sums and maxima go on, acc is scaled to them.
+// Scores of the row tile become weights `p`; sums and maxima go on, acc is scaled to them. To the
+// bit as `soften_row`, for 16 rows together: one by one they would wait for their own reductions.
 inline void soften(const Attend &a, const Tiles &t, int64_t row, int64_t keys) {
+  const float scale = a.scale * LOG2E;
+  __m512 each[16];
   for (int64_t r = 0; r < 16; r++) {
-    float shrink = soften_row(t.scores + r * KEYS_AT_ONCE, keys, a.scale * LOG2E,
-                              t.p + r * KEYS_AT_ONCE, t.maxima + row + r, t.sums + row + r);
-    if (shrink == 1) continue;
+    const float *s = t.scores + r * KEYS_AT_ONCE;
+    each[r] = _mm512_loadu_ps(s);
+    for (int64_t j = 16; j < keys; j += 16) each[r] = _mm512_max_ps(each[r], _mm512_loadu_ps(s + j));
+  }
+  const F old = load(t.maxima + row), found = (F)fold16(each, Max{}) * scale;
+  const F best = (F)_mm512_max_ps((__m512)found, (__m512)old);
+  const __mmask16 seen = _mm512_cmp_ps_mask((__m512)best, (__m512)splat(-INFINITY), _CMP_GT_OQ);
+  const __mmask16 moved = _mm512_cmp_ps_mask((__m512)best, (__m512)old, _CMP_NEQ_OQ);
+  const __m512 base = _mm512_maskz_mov_ps(seen, (__m512)best);
+  alignas(64) float bases[16], shrinks[16];
+  const __m512 one = _mm512_set1_ps(1);
+  const __m512 shrink = _mm512_mask_mov_ps(one, moved, (__m512)exp2(old - (F)base));
+  _mm512_store_ps(bases, base);
+  _mm512_store_ps(shrinks, shrink);
+  store(t.maxima + row, best);
+  for (int64_t r = 0; r < 16; r++) {
+    const float *s = t.scores + r * KEYS_AT_ONCE;
+    F sums = {};
+    for (int64_t j = 0; j < keys; j += 16) {
+      F e = (F)exp2_coarse((__m512)fma(scale, load(s + j), splat(-bases[r])));
+      sums += e;
+      store(t.p + r * KEYS_AT_ONCE + j, e);
+    }
+    each[r] = (__m512)sums;
+  }
+  store(t.sums + row, load(t.sums + row) * (F)shrink + (F)fold16(each, Add{}));
+  for (int64_t r = 0; moved && r < 16; r++) {
     float *acc = t.acc + (row + r) * t.width;
-    for (int64_t i = 0; i < t.width; i += 16) store(acc + i, load(acc + i) * shrink);
+    for (int64_t i = 0; i < t.width; i += 16) store(acc + i, load(acc + i) * shrinks[r]);
   }
 }
 

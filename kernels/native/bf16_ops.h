@@ -63,25 +63,38 @@ inline __m512 exp2_coarse(__m512 x) {
 
 // ---------------------------------------------------------------- decode attention
 
-// Lane i of the result is the sum of v[i].
-inline __m512 sums16(__m512 *v) {
-  for (int i = 0; i < 8; i++) {  // pairs of lanes: even i in the even places
-    __m512 a = _mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]);
-    __m512 b = _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]);
-    v[i] = _mm512_add_ps(a, b);
-  }
+struct Add {
+  __m512 operator()(__m512 a, __m512 b) const { return _mm512_add_ps(a, b); }
+};
+struct Max {
+  __m512 operator()(__m512 a, __m512 b) const { return _mm512_max_ps(a, b); }
+};
+
+// Lane i of the result is v[i] folded with `op`: ((0 + 2) + (1 + 3)) of each four lanes, then of the
+// fours (0 + 1) + (2 + 3).
+template <class Op> inline __m512 fold16(__m512 *v, Op op) {
+  for (int i = 0; i < 8; i++)
+    v[i] = op(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]),
+              _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
   for (int i = 0; i < 4; i++) {
     __m512d a = _mm512_castps_pd(v[2 * i]), b = _mm512_castps_pd(v[2 * i + 1]);
-    v[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
-                         _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    v[i] = op(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
+              _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
   }
   // v[i] now holds keys 4 i .. 4 i + 3 in each 128-bit lane.
   for (int i = 0; i < 2; i++) {
     __m512 a = v[2 * i], b = v[2 * i + 1];
-    v[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+    v[i] = op(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
   }
-  return _mm512_add_ps(_mm512_shuffle_f32x4(v[0], v[1], 0x88),
-                       _mm512_shuffle_f32x4(v[0], v[1], 0xdd));
+  return op(_mm512_shuffle_f32x4(v[0], v[1], 0x88), _mm512_shuffle_f32x4(v[0], v[1], 0xdd));
+}
+
+// One vector, to the bit as in `fold16`.
+template <class Op> inline float fold(__m512 v, Op op) {
+  v = op(v, _mm512_permute_ps(v, 0x4e));
+  v = op(v, _mm512_permute_ps(v, 0xb1));
+  v = op(v, _mm512_shuffle_f32x4(v, v, 0xb1));
+  return _mm512_cvtss_f32(op(v, _mm512_shuffle_f32x4(v, v, 0x4e)));
 }
 
 constexpr int64_t RUN = 128;       // keys at a time: from one multiple of it to the next
@@ -127,7 +140,7 @@ inline void score16(const bf16 *q, int64_t wide, const Run &run, int64_t first, 
     }
     for (int g = 0; g < G; g++) acc[g][j] = sum[g];
   }
-  for (int g = 0; g < G; g++) _mm512_storeu_ps(out + g * RUN + first, sums16(acc[g]));
+  for (int g = 0; g < G; g++) _mm512_storeu_ps(out + g * RUN + first, fold16(acc[g], Add{}));
 }
 
 // acc[g] = acc[g] * shrink[g] + sum of p[g][j] * value[j], for 64 columns (or those of the masks).
@@ -169,7 +182,7 @@ inline float soften_row(const float *s, int64_t keys, float scale, bf16 *p, floa
                         float *total) {
   __m512 top = _mm512_loadu_ps(s);
   for (int64_t j = 16; j < keys; j += 16) top = _mm512_max_ps(top, _mm512_loadu_ps(s + j));
-  const float old = *maximum, found = _mm512_reduce_max_ps(top) * scale;
+  const float old = *maximum, found = fold(top, Max{}) * scale;
   const float best = old > found ? old : found;
   const float base = best > -INFINITY ? best : 0;  // no key seen yet: all weights are 0
   F sums = {};
@@ -180,7 +193,7 @@ inline float soften_row(const float *s, int64_t keys, float scale, bf16 *p, floa
   }
   const float shrink = best == old ? 1 : exp2(splat(old - base))[0];
   *maximum = best;
-  *total = *total * shrink + sum(sums);
+  *total = *total * shrink + fold((__m512)sums, Add{});
   return shrink;
 }
 
