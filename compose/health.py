@@ -1,9 +1,11 @@
 """`pageferry health gateway|prefill|decode`: is the process on this host alive?
 
-For container health checks, where each container is a host of its own. The gateway is asked over
-HTTP; a worker is alive if Redis holds a running lease for its role and host name. A worker that is
-busy keeps its lease (the heartbeat does not wait for the model), one that hangs loses it.
-Exit code 0: alive; 1: not, with one sentence on stdout (`docker inspect` shows it).
+The gateway is asked over HTTP; a worker is alive if Redis holds a running lease for its role and
+host name. A worker that is busy keeps its lease (the heartbeat does not wait for the model), one
+that hangs loses it. Exit code 0: alive; 1: not, with one sentence on stdout.
+
+What runs every few seconds in every container is cheaper: `compose.probe` for gateways,
+`kvtransfer.alive_file` for workers.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pageferry.compose.probe import http_get
+from pageferry.compose.probe import gateway_trouble
 from pageferry.kvtransfer.bus import TRANSIENT, connect, list_workers
 from pageferry.kvtransfer.keys import Keys
 from pageferry.kvtransfer.model_files import served_name
@@ -28,16 +30,6 @@ REPLY_S = 3.0
 class HealthSettings(CommonSettings):
     port: int = setting(8000, "TCP port of the gateway's HTTP server.")
     tls_cert: str = setting("", "The gateway's own setting: if not empty, it is asked over TLS.")
-
-
-def gateway_trouble(settings: HealthSettings) -> str:
-    """Empty if the gateway on this host answers /health with 200."""
-    try:
-        tls = bool(settings.tls_cert)
-        status, body = http_get("127.0.0.1", settings.port, "/health", REPLY_S, tls=tls)
-    except OSError as error:
-        return f"gateway: no answer on port {settings.port}: {error}"
-    return "" if status == 200 else f"gateway: {status} {body[:200]!r}"
 
 
 async def worker_trouble(settings: HealthSettings, role: str) -> str:
@@ -68,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     settings = from_args(HealthSettings, f"pageferry health {role}", __doc__ or "", argv[1:])
     if role == "gateway":
-        trouble = gateway_trouble(settings)
+        trouble = gateway_trouble(settings.port, tls=bool(settings.tls_cert))
     else:
         trouble = asyncio.run(worker_trouble(settings, role))
     if trouble:

@@ -27,6 +27,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from redis.exceptions import BusyLoadingError
+
 from pageferry.compose.embedded_valkey import ScratchDir, valkey_program
 from pageferry.compose.placement import (
     allowed_cores,
@@ -218,19 +220,23 @@ async def prepare_model(model: str) -> Path:
     return Path(output.decode().splitlines()[-1])
 
 
-async def wait_for_redis(url: str) -> None:
-    """Return once the server answers; `SettingsError` after `REDIS_WAIT_S`."""
+async def wait_for_redis(url: str, loading_s: float = REDIS_WAIT_S) -> None:
+    """Return once the server answers; `SettingsError` after `REDIS_WAIT_S`.
+
+    One that answers that it still loads its data set gets `loading_s`.
+    """
     client = connect(url)
-    deadline = asyncio.get_running_loop().time() + REDIS_WAIT_S
+    begun = asyncio.get_running_loop().time()
     try:
         while True:
             try:
                 await client.ping()
                 return
             except TRANSIENT as error:
-                if asyncio.get_running_loop().time() > deadline:
+                wait_s = loading_s if isinstance(error, BusyLoadingError) else REDIS_WAIT_S
+                if asyncio.get_running_loop().time() > begun + wait_s:
                     raise SettingsError(
-                        f"no answer from Redis in {REDIS_WAIT_S:g} s ({type(error).__name__}: "
+                        f"no answer from Redis in {wait_s:g} s ({type(error).__name__}: "
                         f"{error}); is it running, and is --redis-url right?"
                     ) from error
             await asyncio.sleep(POLL_S / 2)
@@ -295,7 +301,7 @@ class Run:
         workers = settings.prefill + settings.decode
         if not gpus_to_divide(settings) and not settings.device.startswith("cuda"):
             check_memory(model_dir, settings, workers, *available_bytes())
-        await wait_for_redis(redis_url)
+        await wait_for_redis(redis_url, settings.start_timeout_s)
         say(f"pageferry: starting {settings.prefill} prefill and {settings.decode} decode workers")
         for program in service_programs(settings, redis_url, self.port, scratch):
             await self.supervisor.start(program)

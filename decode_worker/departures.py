@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ from pageferry.decode_worker.sequence import Sequence
 from pageferry.kvtransfer.ferry import Ferry
 from pageferry.kvtransfer.handoff import HandoffFailed
 from pageferry.kvtransfer.handoff_client import Handoff
+from pageferry.kvtransfer.retries import growing_pause
 from pageferry.kvtransfer.tasks import end_tasks
 from pageferry.kvtransfer.wire import Cancel, Event, Kind, Request
 from pageferry.kvtransfer.worker_bus import WorkerBus
@@ -34,7 +36,7 @@ log = logging.getLogger(__name__)
 MAX_MOVING = 4
 """Sequences between two workers at a time; each of their streams pauses for it."""
 LOOK_S = 0.02
-MIN_PAUSE_S, MAX_PAUSE_S = 0.25, 2.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 2.0
 """Before the next try after one in vain, doubling: each try costs a stream a step or two."""
 ENGINE_S = 5.0
 """For the engine to come to the end of its step; then it is asked again."""
@@ -66,7 +68,8 @@ class Departures:
         self._ferry = ferry
         self._moving: dict[Departure, asyncio.Task[None]] = {}
         self._next_try = 0.0
-        self._pause_s = MIN_PAUSE_S
+        self._in_vain = 0
+        """Tries without success since the last one with."""
         self._is_over = False
 
     @property
@@ -117,7 +120,8 @@ class Departures:
     def _departure(self, sequence: Sequence) -> Departure:
         """The last token is known but not computed: it travels as the handoff's first token."""
         computed = sequence.token_ids[: sequence.num_computed_tokens]
-        request = dataclasses.replace(sequence.request, token_ids=computed)
+        left_ms = max(1, int((sequence.ends_at - time.monotonic()) * 1000))
+        request = dataclasses.replace(sequence.request, token_ids=computed, ttl_ms=left_ms)
         hashes = self._parts.pool.hash_prefix(computed, request.salt)
         return Departure(sequence, request, hashes)
 
@@ -145,11 +149,10 @@ class Departures:
 
     def _note(self, moved: bool) -> None:
         self.num_moved += moved
-        if moved:
-            self._pause_s = MIN_PAUSE_S
-        else:
-            self._next_try = self._loop.time() + self._pause_s
-            self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s)
+        self._in_vain = 0 if moved else self._in_vain + 1
+        if not moved:
+            pause_s = growing_pause(self._in_vain, FIRST_PAUSE_S, MAX_PAUSE_S)
+            self._next_try = self._loop.time() + pause_s
 
     async def _hand_over(self, departure: Departure) -> bool:
         """False when nobody has room. `HandoffFailed` when it broke on the way."""
@@ -200,6 +203,7 @@ class Departures:
 
     async def _settle(self) -> None:
         """Time is up: what is still on its way comes back."""
+        await asyncio.sleep(0)  # A task that is cancelled before its first step cleans up nothing.
         for departure, task in self._moving.items():
             if departure.handoff is None:
                 task.cancel()

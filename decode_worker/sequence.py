@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from dataclasses import dataclass, field
 
@@ -36,11 +37,14 @@ class Sequence:
     """Prefix hashes to look for when admitted; set once, while it waits nothing changes them."""
     arrival: int = 0
     """Order of arrival on this worker, set by the scheduler."""
+    ends_at: float = field(init=False)
+    """When the request's time to live is over, by the monotonic clock."""
     sample_spec: SampleSpec = field(init=False)
     """How to choose its tokens; lives as long as the sequence and counts its tokens."""
 
     def __post_init__(self) -> None:
         request = self.request
+        self.ends_at = time.monotonic() + request.ttl_ms / 1000
         self.sample_spec = SampleSpec(request.sampling, self.token_ids, request.prompt_len)
 
     @classmethod

@@ -67,6 +67,7 @@ class DecodeWorker:
                 self._failed,
                 lambda: self._engine.clock.stuck(settings.engine_timeout_s),
             ),
+            settings.alive_file,
         )
         limits = Limits(
             settings.max_num_seqs,
@@ -75,8 +76,7 @@ class DecodeWorker:
             settings.watermark_pages,
         )
         self._engine = Engine(parts.worker_id, parts.pool, parts.runner, limits, self._bus.emit)
-        ferry = parts.ferry(settings.handoff_timeout_s)
-        self._departures = Departures(parts, ferry, self._engine, self._bus)
+        self._departures = Departures(parts, parts.ferry(), self._engine, self._bus)
         self._server = HandoffServer(
             parts.identity,
             parts.pool,

@@ -197,10 +197,6 @@ class Tokenizer:
         if self._template is not None:
             self._guard.warm_up()
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
-
     def encode(self, text: str, param: str = "prompt") -> list[int]:
         """Ids of a raw prompt, with the special tokens that the tokenizer adds by itself.
 

@@ -8,6 +8,7 @@ better. Only a connection that broke before is opened again.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -44,13 +45,17 @@ DENIED = (AuthenticationError, NoPermissionError)
 
 UNABLE = ("OOM", "MISCONF", "NOREPLICAS", "TRYAGAIN", "ASK", "BUSY", "UNBLOCKED")
 """First words of refusals that are about the server's state, not about the command."""
+_FIRST_WORD = re.compile(r"(?:Command # .* caused error: \(['\"])?(\w*).*", re.DOTALL)
+"""redis-py puts other words before it when the command was part of a transaction."""
 
 
 def is_state(error: Exception) -> bool:
     """Whether Redis refused for what it is going through: the same command will do later."""
     if isinstance(error, RedisFull):
         return True
-    word = getattr(error, "status_code", None) or str(error).partition(" ")[0]
+    if isinstance(error, DENIED):
+        return False
+    word = getattr(error, "status_code", None) or _FIRST_WORD.sub(r"\1", str(error), count=1)
     return not isinstance(error, ResponseError) or word in UNABLE
 
 

@@ -134,6 +134,7 @@ class Intake:
     """A sealed, verified handoff."""
 
     request: Request
+    """With the time to live that is left."""
     page_ids: list[int]
     """Every page of the sequence in order, matched prefix pages included, then the growth page if
     the next token needs one. All live; one reference on each now belongs to the listener."""

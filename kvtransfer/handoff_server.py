@@ -278,7 +278,8 @@ class HandoffServer:
                 tune_tcp(conn.sock, self._options.timeout_s)
             hello = welcome(conn, self._identity, transport)
             if isinstance(self._memory, PoolMemory) and transport == "shm":
-                send_fd(conn, self._memory.fd)
+                with contextlib.suppress(ConnectionLost):  # why it hung up is still to be read
+                    send_fd(conn, self._memory.fd)
             peer = Peer(hello.worker_id, transport)
         except HandoffRefused as refusal:
             self._note_refusal(refusal.reason)

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from pageferry.kvtransfer.bus import TRANSIENT, Client, connect
 from pageferry.kvtransfer.keys import Keys
+from pageferry.kvtransfer.retries import growing_pause
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ class Heartbeat:
 
     async def _beat_on(self) -> None:
         client = connect(self._url, self._keys, max_block_s=0.0, reply_s=self._patience_s)
-        pause_s = self._lease_s / BEATS_PER_LEASE
+        beat_s = self._lease_s / BEATS_PER_LEASE
         silent, failures = "", 0
         try:
             while not self._stop.is_set():
@@ -97,7 +98,8 @@ class Heartbeat:
                 if not silent:
                     failures = 0 if await self._beat(client, failures) else failures + 1
                 # Blocks this loop, where nothing else runs, and ends as soon as `stop` is called.
-                self._stop.wait(min(pause_s, 0.1 * failures) if failures else pause_s)
+                pause_s = growing_pause(failures, most_s=beat_s) if failures else beat_s
+                self._stop.wait(pause_s)
         finally:
             await client.aclose()
 

@@ -17,6 +17,7 @@ Lock order: the table's, then the pool's. The listener's `sealed` runs under the
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -94,33 +95,10 @@ class IntakeTable:
             deny, outgoing = self._make_way(request)
         if deny:
             return self._deny(peer, message, deny)
-        matched = self._pool.match(message.prefix_hashes)
-        prompt_pages, total = pages_needed(self._pool.page_size, message.n_tokens)
-        needed = total - len(matched)
-        deny = self._ask(request, needed)
-        reserved: list[int] = []
-        if not deny:
-            try:
-                reserved = self._pool.reserve(needed)
-            except OutOfPages as error:
-                deny = f"out_of_pages: {error}"
+        matched, reserved, deny = self._take_pages(request, message)
         if deny:
-            self._pool.release(matched)
             return outgoing + self._deny(peer, message, deny)
-        now = self._clock()
-        handoff = Incoming(
-            peer=peer,
-            handoff_id=message.handoff_id,
-            request=request,
-            n_tokens=message.n_tokens,
-            hashes=message.prefix_hashes,
-            matched=matched,
-            reserved=reserved,
-            num_prompt_pages=prompt_pages,
-            ends_at=now + request.ttl_ms / 1000,
-            progress_at=now,
-            seen=[0] * self._layout.num_layers,
-        )
+        handoff = self._incoming(peer, message, request, matched, reserved)
         with self._lock:
             # Somebody may have cancelled or overtaken this request while the listener was asked.
             deny, more = self._make_way(request)
@@ -130,10 +108,7 @@ class IntakeTable:
                 self._pool.release(matched)
                 return outgoing + self._deny(peer, message, deny)
             self._table[handoff.key] = handoff
-        writable = handoff.pages(handoff.skip_pages, prompt_pages - handoff.skip_pages)
-        lease_ms = int(self._timeout_s * 1000)
-        grant = Grant(message.handoff_id, writable, handoff.skip_pages, lease_ms)
-        return [*outgoing, (peer, grant)]
+        return [*outgoing, (peer, self._grant(handoff))]
 
     def begin_pages(self, peer: Peer, message: Pages) -> tuple[Incoming | None, Outgoing]:
         """The handoff whose pages may be written now, or None: then the payload is discarded."""
@@ -282,6 +257,49 @@ class IntakeTable:
                 return "prefix_hashes are not those of the tokens (do namespaces differ?)", None
         return "", request
 
+    def _take_pages(self, request: Request, message: Reserve) -> tuple[list[int], list[int], str]:
+        """Pages of the prefix that are here already, new ones for the rest, or why not."""
+        matched = self._pool.match(message.prefix_hashes)
+        _, total = pages_needed(self._pool.page_size, message.n_tokens)
+        needed = total - len(matched)
+        deny = self._ask(request, needed)
+        if not deny:
+            try:
+                return matched, self._pool.reserve(needed), ""
+            except OutOfPages as error:
+                deny = f"out_of_pages: {error}"
+        self._pool.release(matched)
+        return [], [], deny
+
+    def _incoming(
+        self,
+        peer: Peer,
+        message: Reserve,
+        request: Request,
+        matched: list[int],
+        reserved: list[int],
+    ) -> Incoming:
+        prompt_pages, _ = pages_needed(self._pool.page_size, message.n_tokens)
+        now = self._clock()
+        return Incoming(
+            peer=peer,
+            handoff_id=message.handoff_id,
+            request=request,
+            n_tokens=message.n_tokens,
+            hashes=message.prefix_hashes,
+            matched=matched,
+            reserved=reserved,
+            num_prompt_pages=prompt_pages,
+            ends_at=now + request.ttl_ms / 1000,
+            progress_at=now,
+            seen=[0] * self._layout.num_layers,
+        )
+
+    def _grant(self, handoff: Incoming) -> Grant:
+        skip = handoff.skip_pages
+        writable = handoff.pages(skip, handoff.num_prompt_pages - skip)
+        return Grant(handoff.handoff_id, writable, skip, int(self._timeout_s * 1000))
+
     def _ask(self, request: Request, needed: int) -> str:
         try:
             return self._listener.admit(request, needed)
@@ -332,8 +350,9 @@ class IntakeTable:
         self._pool.commit(handoff.reserved)
         self._pool.register(pages[: len(handoff.hashes)], handoff.hashes)
         del self._table[handoff.key]
+        left_ms = max(1, int((handoff.ends_at - self._clock()) * 1000))
         intake = Intake(
-            request=handoff.request,
+            request=dataclasses.replace(handoff.request, ttl_ms=left_ms),
             page_ids=pages,
             first_token=first_token,
             prefix_hashes=handoff.hashes,

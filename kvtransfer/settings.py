@@ -89,8 +89,8 @@ class GatewaySettings(CommonSettings):
     )
     worker_wait_s: float = setting(
         15.0,
-        "Seconds that accepted requests wait for a decode worker when none is left; after that "
-        "they end with 503 (or an error event once streaming).",
+        "Seconds that accepted requests wait when no decode worker that could take them is left; "
+        "after that they end with 503 (or an error event once streaming).",
     )
     keepalive_s: float = setting(
         10.0, "Seconds of silence after which a streaming client gets an SSE comment."
@@ -159,6 +159,11 @@ class WorkerSettings(CommonSettings):
         "Seconds that the engine may take for one step (1 to 86400). One that takes longer counts "
         "as hung: the worker exits with 1 and its requests go to others.",
     )
+    alive_file: str = setting(
+        "",
+        "File to write whenever the worker's lease has been renewed, for health checks on its host "
+        "(python -m pageferry.kvtransfer.alive_file FILE); one for each worker.",
+    )
     prefix_cache: bool = setting(True, "Keep pages of finished prompts for reuse.")
     transport: str = setting(
         "auto",
@@ -180,15 +185,17 @@ class WorkerSettings(CommonSettings):
     handoff_tls_ca: str = setting(
         "", "PEM file with the CA that signs all workers' certificates, and nobody else's."
     )
+    handoff_timeout_s: float = setting(
+        30.0,
+        "Seconds after which a handoff is given up: by the worker that sends it without an answer, "
+        "by the one that receives it without progress.",
+    )
     drain_s: float = setting(25.0, "Seconds that SIGTERM gives running work to finish.")
 
 
 @dataclass(frozen=True)
 class PrefillSettings(WorkerSettings):
     max_inflight_handoffs: int = setting(16, "Requests claimed and not yet handed over, at most.")
-    handoff_timeout_s: float = setting(
-        30.0, "Seconds without an answer from a decode worker after which a handoff is given up."
-    )
 
 
 @dataclass(frozen=True)
@@ -202,9 +209,6 @@ class DecodeSettings(WorkerSettings):
         "host's name when bound to 0.0.0.0.",
     )
     handoff_port: int = setting(0, "TCP port for page transfers (0 picks a free one).")
-    handoff_timeout_s: float = setting(
-        30.0, "Seconds without progress after which a reserved handoff is given up."
-    )
     watermark_pages: int = setting(
         2, "Pages kept free when admitting, so that running sequences can grow."
     )
@@ -241,6 +245,10 @@ def _redis_url(name: str, text: str) -> str:
     return text
 
 
+def _flag(setting_name: str) -> str:
+    return "--" + setting_name.replace("_", "-")
+
+
 def env_name(setting_name: str) -> str:
     return ENV_PREFIX + setting_name.upper()
 
@@ -266,12 +274,28 @@ def from_args(
     """Build `cls` from flags and environment; on a mistake print one sentence and exit with 2."""
     env = os.environ if env is None else env
     argv = sys.argv[1:] if argv is None else argv
+    parser = _parser(cls, prog, description)
+    flags = vars(parser.parse_args(list(argv)))
+    hints = typing.get_type_hints(cls)
+    try:
+        check_env(env, (cls,))
+        values = {
+            f.name: _value(f, hints[f.name], flags[f.name], env)
+            for f in fields(cls)  # type: ignore[arg-type]
+        }
+        return cls(**values)
+    except SettingsError as error:
+        parser.error(str(error))
 
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str) -> NoReturn:
-            self.exit(2, f"{prog}: {message} (see {prog} --help)\n")
 
-    parser = Parser(
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def _parser(cls: type, prog: str, description: str) -> _Parser:
+    """A flag for each setting of `cls`; their values stay text."""
+    parser = _Parser(
         prog=prog,
         description=description,
         epilog=f"Each setting is also an environment variable: --max-num-seqs is "
@@ -279,40 +303,32 @@ def from_args(
         allow_abbrev=False,
     )
     hints = typing.get_type_hints(cls)
-    specs = fields(cls)  # type: ignore[arg-type]
-    for f in specs:
+    for f in fields(cls):
         shown = _default(f)
         shown = "none" if shown == "" else shown
         is_switch = hints[f.name] is bool  # "--verbose" alone means "--verbose true"
         parser.add_argument(
-            "--" + f.name.replace("_", "-"),
+            _flag(f.name),
             nargs="?" if is_switch else None,
             const="true" if is_switch else None,
             metavar=hints[f.name].__name__.upper(),
             help=f"{f.metadata['help']} [default: {shown}]".replace("%", "%%"),
         )
-    flags = vars(parser.parse_args(list(argv)))
-    try:
-        check_env(env, (cls,))
-        values = {}
-        for f in specs:
-            text = flags[f.name]
-            shown_name = "--" + f.name.replace("_", "-")
-            if text is None and (text := env.get(env_name(f.name))) is not None:
-                shown_name = env_name(f.name)
-            if text is None and f.name == "redis_url" and env.get("REDIS_URL"):
-                text, shown_name = env["REDIS_URL"], "REDIS_URL"
-            if text is None:
-                values[f.name] = _default(f)
-            elif f.name == "redis_url" and text:
-                values[f.name] = _redis_url(shown_name, text)
-            else:
-                values[f.name] = _parse_value(
-                    shown_name, hints[f.name], text, f.metadata["choices"]
-                )
-        return cls(**values)
-    except SettingsError as error:
-        parser.error(str(error))
+    return parser
+
+
+def _value(f: Field[Any], hint: Any, flag: str | None, env: Mapping[str, str]) -> Any:
+    """A setting's value: from its flag, else from the environment, else its default."""
+    text, shown_name = flag, _flag(f.name)
+    if text is None and (text := env.get(env_name(f.name))) is not None:
+        shown_name = env_name(f.name)
+    if text is None and f.name == "redis_url" and env.get("REDIS_URL"):
+        text, shown_name = env["REDIS_URL"], "REDIS_URL"
+    if text is None:
+        return _default(f)
+    if f.name == "redis_url" and text:
+        return _redis_url(shown_name, text)
+    return _parse_value(shown_name, hint, text, f.metadata["choices"])
 
 
 def check_env(env: Mapping[str, str], extra: Sequence[type] = ()) -> None:

@@ -16,9 +16,11 @@ import asyncio
 import collections
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
+from pageferry.kvtransfer import alive_file
 from pageferry.kvtransfer.bus import (
     DENIED,
     TOKENS_LIFETIME_LEASES,
@@ -30,6 +32,7 @@ from pageferry.kvtransfer.bus import (
 )
 from pageferry.kvtransfer.heartbeat import BEATS_PER_LEASE, Heartbeat, Patient, never_stuck
 from pageferry.kvtransfer.keys import FIELD, Keys
+from pageferry.kvtransfer.retries import Outage
 from pageferry.kvtransfer.tasks import end_tasks
 from pageferry.kvtransfer.wire import (
     Cancel,
@@ -52,8 +55,6 @@ MAX_TOKEN_ENTRIES = 100_000
 
 BLOCK_S = 2.0
 ARRIVE_S = 1.0
-SAY_AGAIN = 30
-"""Failures in a row, about a second apart, after which the log says it once more."""
 
 
 @dataclass(frozen=True)
@@ -73,34 +74,31 @@ class BusCallbacks:
     """Why the engine does not count as alive, else empty; called in another thread."""
 
 
-async def forever(
-    name: str, step: Callable[[], Awaitable[None]], *, max_pause_s: float = 1.0
-) -> None:
-    """Repeat `step`; on a Redis failure say so once, then retry with growing pauses."""
-    failures = 0
+async def forever(name: str, step: Callable[[], Awaitable[None]]) -> None:
+    """Repeat `step`; when Redis fails it, try again with growing pauses."""
+    outage = Outage(name)
     while True:
         try:
             await step()
-            if failures:
-                log.info("%s: Redis is back", name)
-            failures = 0
+            outage.over()
         except TRANSIENT as error:
-            failures += 1
-            if failures % SAY_AGAIN == 1:
-                log.warning("%s: Redis: %s: %s", name, type(error).__name__, error)
-            await asyncio.sleep(min(max_pause_s, 0.05 * 2 ** min(failures, 10)))
+            await outage.wait(error)
 
 
 class WorkerBus:
     """Connects one worker to its registry entry, the control stream and the gateways."""
 
-    def __init__(self, url: str, keys: Keys, lease_s: float, callbacks: BusCallbacks) -> None:
+    def __init__(
+        self, url: str, keys: Keys, lease_s: float, callbacks: BusCallbacks, alive_file: str = ""
+    ) -> None:
+        """`alive_file`: see the module of that name; empty for none."""
         self.keys = keys
         self.client: Client = connect(url, keys, max_block_s=BLOCK_S)
         # A connection of its own for tokens: 75 us of CPU a step instead of 125 through the pool.
         self._token_client: Client = self.client.client()
         self._lease_s = lease_s
         self._callbacks = callbacks
+        self._alive_file = alive_file
         self._loop = asyncio.get_running_loop()
         self._unsent: collections.deque[tuple[str, Event]] = collections.deque(
             maxlen=MAX_UNSENT_EVENTS
@@ -194,7 +192,10 @@ class WorkerBus:
     async def _beat(self, client: Client) -> None:
         """Runs in the heartbeat's thread."""
         assert self._record is not None, "the heartbeat began before the worker had a record"
-        renewal = await publish_worker(client, self.keys, self._record, self._lease_s)
+        record, until = self._record, time.monotonic() + self._lease_s
+        renewal = await publish_worker(client, self.keys, record, self._lease_s)
+        if self._alive_file:
+            alive_file.write(self._alive_file, until, record.state)
         if self._server and (renewal.lapsed or renewal.server != self._server):
             log.warning("Redis is another server, or our lease had lapsed: all is read again")
             self._loop.call_soon_threadsafe(self._doubt.set)

@@ -9,6 +9,7 @@ import asyncio
 import importlib.metadata
 import os
 import socket
+import time
 import uuid
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from pageferry.kernels.cuda_graphs import GraphLimits, graphed
 from pageferry.kernels.devices import parse_cores, pick_device, pick_dtype, pin_cores
 from pageferry.kernels.model import Model, load_model
 from pageferry.kernels.runner import ModelRunner
+from pageferry.kvtransfer import alive_file
 from pageferry.kvtransfer.core_flag import CoreFlag
 from pageferry.kvtransfer.cuda_store import TensorStore
 from pageferry.kvtransfer.device_health import Cuda, HealthMonitor
@@ -77,10 +79,10 @@ class WorkerParts:
             return (self.settings.transport,)
         return ("shm", "tcp") if isinstance(self.memory, PoolMemory) else ("tcp",)
 
-    def ferry(self, timeout_s: float) -> Ferry:
-        """For a worker that hands pages over; `timeout_s` as in `ClientOptions`."""
+    def ferry(self) -> Ferry:
+        """For a worker that hands pages over."""
         transport = "auto" if len(self.transports) > 1 else self.transports[0]
-        options = ClientOptions(transport, timeout_s)
+        options = ClientOptions(transport, self.settings.handoff_timeout_s)
         return Ferry(self.identity, self.memory, self.keys, options)
 
     @property
@@ -125,26 +127,12 @@ def build(role: str, settings: WorkerSettings) -> WorkerParts:
     tls = Tls.from_settings(
         settings.handoff_tls_cert, settings.handoff_tls_key, settings.handoff_tls_ca
     )
+    _begin_alive_file(settings.alive_file)
     pin_cores(settings.cores)
-    device = pick_device(settings.device)
+    device = _pick_device(settings)
     dtype = pick_dtype(settings.dtype, device)
-    if settings.transport == "shm" and device.type != "cpu":
-        raise SettingsError(
-            f"--transport shm: the pool of {device} is not in shared memory; use tcp"
-        )
-    path = resolve_model_dir(settings.model)
-    native_len = ModelConfig.from_dir(path).max_position_embeddings
-    longest = min(settings.max_model_len or native_len, native_len)
-    os.environ[native.VARIABLE] = settings.cpu_kernels
-    model = load_model(path, device, dtype, longest, settings.deterministic)
-    config = model.config
-    layout = KVLayout(
-        dtype=str(dtype).removeprefix("torch."),
-        page_size=settings.page_size,
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-    )
+    model, longest = _load_model(settings, device, dtype)
+    layout = _layout(settings.page_size, model.config, dtype)
     kv, memory = _allocate(settings, layout, device)
     capacity = min(longest, memory.num_pages * layout.page_size)
     if role == "decode":
@@ -165,6 +153,48 @@ def build(role: str, settings: WorkerSettings) -> WorkerParts:
         health=HealthMonitor.create(str(device), cuda=_lend(device)),
         core_flag=_core_flag(settings),
         tls=tls,
+    )
+
+
+def _begin_alive_file(path: str) -> None:
+    """What an earlier worker wrote there is over, and this one can write there."""
+    try:
+        if path:
+            alive_file.write(path, time.monotonic(), "starting")
+    except OSError as error:
+        raise SettingsError(
+            f"--alive-file {path}: cannot be written ({error.strerror}); name a file in a "
+            "directory that exists"
+        ) from error
+
+
+def _pick_device(settings: WorkerSettings) -> torch.device:
+    device = pick_device(settings.device)
+    if settings.transport == "shm" and device.type != "cpu":
+        raise SettingsError(
+            f"--transport shm: the pool of {device} is not in shared memory; use tcp"
+        )
+    return device
+
+
+def _load_model(
+    settings: WorkerSettings, device: torch.device, dtype: torch.dtype
+) -> tuple[Model, int]:
+    """The model, and the longest sequence in tokens that it is to compute."""
+    path = resolve_model_dir(settings.model)
+    native_len = ModelConfig.from_dir(path).max_position_embeddings
+    longest = min(settings.max_model_len or native_len, native_len)
+    os.environ[native.VARIABLE] = settings.cpu_kernels
+    return load_model(path, device, dtype, longest, settings.deterministic), longest
+
+
+def _layout(page_size: int, config: ModelConfig, dtype: torch.dtype) -> KVLayout:
+    return KVLayout(
+        dtype=str(dtype).removeprefix("torch."),
+        page_size=page_size,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
     )
 
 

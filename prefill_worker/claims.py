@@ -21,6 +21,7 @@ from typing import Any
 from pageferry.kvtransfer.bus import TRANSIENT, Client
 from pageferry.kvtransfer.fair_share import Turns
 from pageferry.kvtransfer.keys import FIELD, PREFILL_GROUP, Keys
+from pageferry.kvtransfer.retries import Outage
 from pageferry.kvtransfer.wire import Request, WireError, unpack
 from pageferry.kvtransfer.worker_bus import BLOCK_S
 
@@ -29,6 +30,9 @@ log = logging.getLogger(__name__)
 RECOVER_S = 5.0
 """How often our own pending entries are compared with our jobs."""
 MAX_PENDING = 1000
+MAX_REFUSALS = 60
+"""Times, about a second apart, that Redis may refuse to delete an entry. One that nobody can delete
+must not be computed again and again: the worker ends and says why."""
 
 Place = tuple[str, bytes]
 """Queue and entry id."""
@@ -86,17 +90,26 @@ class Claims:
         return await self._judge([entry for entry in found if entry[:2] not in known])
 
     async def settle(self, queue: str, entry_id: bytes) -> None:
-        """Delete an entry, however long Redis is away; deleting twice is harmless."""
+        """Delete an entry, however long Redis is away; deleting twice is harmless.
+
+        `RuntimeError`, which ends the worker, when Redis keeps refusing.
+        """
+        outage = Outage("ack")
         while True:
             try:
                 async with self._client.pipeline(transaction=True) as pipe:
                     pipe.xack(queue, PREFILL_GROUP, entry_id)
                     pipe.xdel(queue, entry_id)
                     await pipe.execute()
+                outage.over()
                 return
             except TRANSIENT as error:
-                log.warning("ack waits for Redis: %s", error)
-                await asyncio.sleep(0.5)
+                await outage.wait(error)
+                if outage.refusals >= MAX_REFUSALS:
+                    raise RuntimeError(
+                        f"Redis refuses to delete from {queue} ({type(error).__name__}: {error}); "
+                        "mend the user or password of --redis-url, or what is stored there"
+                    ) from error
 
     async def _read(
         self, streams: dict[str, str], count: int, block_ms: int | None

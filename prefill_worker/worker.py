@@ -79,6 +79,7 @@ class PrefillWorker:
                 self._failed,
                 lambda: self._engine.clock.stuck(settings.engine_timeout_s),
             ),
+            settings.alive_file,
         )
         self._claims = Claims(self._bus.client, parts.keys, parts.worker_id, settings.lease_s)
         limits = Limits(
@@ -95,7 +96,7 @@ class PrefillWorker:
             parts.memory.mark_ready,
             parts.core_flag,
         )
-        self._ferry = parts.ferry(settings.handoff_timeout_s)
+        self._ferry = parts.ferry()
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT, then drain. Raises what ended the engine, if anything."""

@@ -8,11 +8,14 @@ import json
 import os
 import shlex
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
+import redis.asyncio
 
 from pageferry.compose import local
+from pageferry.compose.embedded_valkey import server_binary
 from pageferry.compose.local import (
     UpSettings,
     check,
@@ -136,6 +139,38 @@ async def test_redis_that_does_not_answer_is_a_settings_error(monkeypatch):
     monkeypatch.setattr(local, "REDIS_WAIT_S", 0.2)
     with pytest.raises(SettingsError, match=r"no answer from Redis in 0\.2 s"):
         await wait_for_redis("redis://127.0.0.1:1/0")
+
+
+async def test_a_redis_that_loads_its_data_is_waited_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(local, "REDIS_WAIT_S", 0.1)
+    socket_path = tmp_path / "v.sock"
+    url = f"unix://{socket_path}"
+    argv = [server_binary(), "--port", "0", "--unixsocket", str(socket_path), "--save", ""]
+    argv += ["--dir", str(tmp_path), "--enable-debug-command", "yes"]
+    slowly = ["--loading-process-events-interval-bytes", "1024", "--key-load-delay", "800"]
+
+    def start(*more: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([*argv, *more], stdout=subprocess.DEVNULL)
+
+    server = start()
+    try:
+        await wait_for_redis(url, 20)
+        async with redis.asyncio.Redis(unix_socket_path=str(socket_path)) as client:
+            await client.execute_command("DEBUG", "POPULATE", 1000, "junk", 64)
+            await client.save()
+            server.kill()
+            server.wait(10)
+            socket_path.unlink()
+            server = start(*slowly)
+            while not socket_path.exists():
+                await asyncio.sleep(0.01)
+            with pytest.raises(SettingsError, match=r"no answer from Redis in 0\.2 s .BusyLoading"):
+                await wait_for_redis(url, 0.2)
+            await wait_for_redis(url, 20)
+            assert await client.dbsize() == 1000
+    finally:
+        server.kill()
+        server.wait(10)
 
 
 @pytest.fixture

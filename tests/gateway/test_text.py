@@ -320,7 +320,6 @@ def test_hopeless_prompts_are_refused_unread(load):
 
 def test_model_without_chat_template(load):
     tokenizer = load(byte_level(), tokenizer_config={"eos_token": "<|end|>"})
-    assert not tokenizer.has_chat_template
     error = error_of(tokenizer.encode_chat, user("x"))
     assert error.param == "messages"
     assert "no chat template" in error.message

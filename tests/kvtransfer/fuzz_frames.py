@@ -154,8 +154,10 @@ class Target:
         deadline = time.monotonic() + ANSWER_S
         while self.server.open_handoffs() and time.monotonic() < deadline:
             time.sleep(0.01)
-        self.check()
-        self.server.close()
+        try:
+            self.check()
+        finally:
+            self.server.close()
         ledger = self.pool.ledger()
         assert ledger.reserved == ledger.quarantined == 0, ledger
         assert ledger.live == len(self.guards), ledger
@@ -416,11 +418,13 @@ def run(count: int, seed: int, workers: int = 6) -> dict[str, Any]:
             longest = max(writer.result(2 * ANSWER_S) for writer in calm)
     finally:
         stats = target.server.stats()
-        target.close()
-        memory.close()
-        logger.removeHandler(caught)
-        logger.setLevel(level)
-        logger.propagate = propagate
+        try:
+            target.close()
+        finally:
+            memory.close()
+            logger.removeHandler(caught)
+            logger.setLevel(level)
+            logger.propagate = propagate
     assert not caught.tracebacks, caught.tracebacks[0]
     assert threading.active_count() == threads, [t.name for t in threading.enumerate()]
     assert len(os.listdir("/proc/self/fd")) == files

