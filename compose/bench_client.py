@@ -130,12 +130,15 @@ class Result:
 
 
 def session(server: Server) -> aiohttp.ClientSession:
-    """A client session with no limit on connections."""
+    """A client session with no limit on connections, one for each request.
+
+    Some servers close a connection between two requests without saying so (llama.cpp): a second
+    request on it would fail, which says nothing about the server's load.
+    """
     headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=server.timeout_s)
-    return aiohttp.ClientSession(
-        headers=headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
-    )
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    return aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector)
 
 
 async def stream(client: aiohttp.ClientSession, server: Server, key: str, seen: Outcome) -> None:

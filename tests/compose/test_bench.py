@@ -31,6 +31,8 @@ class Fake:
         self.busy = asyncio.Lock()
         self.serial = False
         """One request at a time: the others wait."""
+        self.hangs_up = False
+        """Closes the connection 10 ms after an answer, without saying so."""
 
     async def models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "fake", "max_model_len": 4096}]})
@@ -81,6 +83,9 @@ class Fake:
             usage = {"completion_tokens": sent, "prompt_tokens": size}
             last = json.dumps({"choices": [], "usage": usage})
             await reply.write(f"data: {last}\n\ndata: [DONE]\n\n".encode())
+        if self.hangs_up and request.transport is not None:
+            await reply.write_eof()
+            asyncio.get_running_loop().call_later(0.01, request.transport.abort)
         return reply
 
 
@@ -138,6 +143,14 @@ async def test_closed_loop_keeps_so_many_streams_and_sends_each_request_once(fak
     assert figures.total_output_tokens == 30
     assert figures.total_input_tokens == sum(4 + i for i in range(10))
     assert all(o.sent_s >= o.due_s for o in result.outcomes)
+
+
+async def test_a_server_may_close_connections_between_requests(fake):
+    server, url = fake
+    found = await discover(Server(url))
+    server.hangs_up = True
+    result = await run(found, Load((Request(4, 2),) * 6, 2, key="a"))
+    assert [o.error for o in result.outcomes] == [""] * 6
 
 
 async def test_open_loop_counts_waiting_from_when_a_request_was_due(fake):
