@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 
 from aiohttp import web
 
-from pageferry.gateway.errors import ApiError, overloaded
+from pageferry.gateway.errors import ApiError, bad_request, overloaded
 
 BODIES_AT_ONCE = 8
 """Memory for bodies, in bodies of the largest size. Parsing and tokenising take about ten times the
@@ -32,7 +32,10 @@ class Bodies:
 
     @contextlib.asynccontextmanager
     async def read(self, request: web.Request) -> AsyncIterator[bytes]:
-        """The whole body; it counts as held until the block ends. `ApiError` 408, 413, 415, 429."""
+        """The whole body; it counts as held until the block ends.
+
+        `ApiError` 400, 408, 413, 415 or 429.
+        """
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
             text = "Compressed bodies are not accepted; send the JSON as it is."
             raise ApiError(415, text, "invalid_request_error", "unsupported_encoding")
@@ -44,6 +47,9 @@ class Bodies:
                 async with asyncio.timeout(BODY_TIMEOUT_S):
                     async for part in request.content.iter_any():
                         self._take(body, part)
+            except web.RequestPayloadError:
+                text = "The body's chunks are not well-formed HTTP."
+                raise bad_request(text, code="malformed_http") from None
             except TimeoutError:
                 text = f"The body did not arrive within {BODY_TIMEOUT_S:g} s."
                 raise ApiError(408, text, "invalid_request_error", "body_timeout") from None

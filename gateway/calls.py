@@ -27,7 +27,7 @@ from pageferry.gateway.choices import Choice
 from pageferry.gateway.detokenize import TextStream
 from pageferry.gateway.dispatch import Dispatcher
 from pageferry.gateway.errors import ApiError, bad_request
-from pageferry.gateway.log_lines import log_text, place
+from pageferry.gateway.log_lines import log_text
 from pageferry.gateway.metrics import GatewayMetrics
 from pageferry.gateway.rate_limits import Visit
 from pageferry.gateway.requests import Generation
@@ -35,7 +35,7 @@ from pageferry.gateway.responses import ChatShape, CompletionShape, Shape, usage
 from pageferry.gateway.schema import ChatCall, CompletionCall, parse_chat, parse_completion
 from pageferry.gateway.sse import ClientGone, EventStream, send_whole
 from pageferry.gateway.text import Tokenizer
-from pageferry.gateway.web_errors import QUEUED, request_id
+from pageferry.gateway.web_errors import QUEUED, as_api_error, request_id
 from pageferry.kvtransfer import metric_names as names
 from pageferry.kvtransfer.settings import GatewaySettings
 
@@ -171,6 +171,7 @@ class Calls:
             context.tokenizer,
             logprobs=call.logprobs,
             usage_chunk=call.stream and call.include_usage,
+            continuous_usage=call.continuous_usage,
         )
         stream = EventStream(request, context.settings.slow_client_s)
         answer: web.StreamResponse = stream.response
@@ -184,12 +185,15 @@ class Calls:
             answer = web.json_response(shape.body(choices, usage_of(choices)))
             await send_whole(request, answer, context.settings.slow_client_s)
             return answer
+        except (ClientGone, ConnectionError) as error:
+            log.info("answer %s cut off: %s", shape.id, error)
+            return answer
         except ApiError as error:
             outcome, cause = "error", error
             raise
-        except ClientGone as error:
-            log.info("answer %s cut off: %s", shape.id, error)
-            return answer
+        except Exception as error:
+            outcome, cause = "error", as_api_error(error, context.metrics, request_id(request))
+            raise cause from error
         finally:
             for choice in choices:
                 context.dispatcher.end(choice.generation, outcome, cause)
@@ -288,7 +292,7 @@ class Run:
                 await self._wake.wait()
 
     async def stream(self, stream: EventStream, shape: Shape) -> web.StreamResponse:
-        """Send pieces as they come. Raises `ApiError` only while an HTTP error is possible."""
+        """Send pieces as they come. Raises what failed only while an HTTP error is possible."""
         loop = asyncio.get_running_loop()
         silence_s = self._context.settings.keepalive_s
         stream.last_write = loop.time()
@@ -308,19 +312,12 @@ class Run:
             if shape.usage_chunk:
                 data += shape.usage_event(usage_of(self.choices))
             return await stream.finish(data.encode())
-        except ApiError as error:
-            if not stream.started:
-                raise
-            return await self._fail(stream, error)
         except (ClientGone, ConnectionError):
             raise
         except Exception as error:
             if not stream.started:
-                raise  # the middleware answers
-            self._context.metrics.count(names.INTERNAL_ERRORS)
-            log.error("unexpected %s at %s in a stream", type(error).__name__, place(error))
-            text = "The gateway failed on this request; it is logged."
-            return await self._fail(stream, ApiError(500, text, "server_error", "internal_error"))
+                raise
+            return await self._fail(stream, error)
         finally:
             timer.cancel()
 
@@ -339,7 +336,7 @@ class Run:
                 if shape is None:
                     choice.pieces.append(piece)
                 else:
-                    events.append(shape.chunk(piece))
+                    events.append(shape.chunk(piece, generation))
             if choice.finish is not None:
                 self._context.dispatcher.end(generation, choice.finish)
             elif generation.error is not None:
@@ -351,7 +348,11 @@ class Run:
             self._open = [choice for choice in self._open if choice.finish is None]
         return "".join(events)
 
-    async def _fail(self, stream: EventStream, error: ApiError) -> web.StreamResponse:
+    async def _fail(self, stream: EventStream, error: Exception) -> web.StreamResponse:
+        """End the stream with an error event."""
+        client_id = self.choices[0].generation.client_id
+        failure = as_api_error(error, self._context.metrics, client_id)
+        failure.__traceback__ = None  # generations keep their error; its frames keep those
         for choice in self.choices:
-            self._context.dispatcher.end(choice.generation, "error", error)
-        return await stream.fail(error)
+            self._context.dispatcher.end(choice.generation, "error", failure)
+        return await stream.fail(failure)

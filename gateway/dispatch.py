@@ -6,13 +6,18 @@
 
 Before a generation goes out again, all workers are told to drop the earlier epoch, and the entry of
 that epoch leaves its queue. Where it goes: to the shared prefill queues while a prefill worker is
-ready and large enough, else straight to the decode worker with the most room. Without any it stays
-parked until there is one or its deadline passes.
+ready and large enough, else straight to the decode worker with the most room. What has tokens is
+continued only by workers with the weights that made them: while others read the shared queues too,
+by a decode worker alone, and it is taken back from others that got it before they were known.
+
+Without any worker that could take it now it stays parked, until its deadline if the only ones are
+short of memory. If nobody who is here could ever take it, it ends after `worker_wait_s`.
 
 When a worker dies, everything that it had may be the cause. After two deaths in a row without two
 new tokens between them a generation is a suspect, and suspects go out one at a time: the next one
 when the one before has ended or got on by two tokens. So the third death condemns the poisonous
-request only, and no bystander that shared its workers before.
+request only, and no bystander that shared its workers before. That is per gateway: suspects of two
+gateways may share a worker, and a bystander among them may be condemned with the cause.
 
 Runs on the event loop and never waits for Redis, except in `submit`.
 """
@@ -22,12 +27,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from pageferry.gateway.endings import (
+    condemned,
+    dead_letter,
+    log_end,
+    nobody,
+    out_of_time,
+    worker_error,
+)
 from pageferry.gateway.errors import ApiError, unavailable
 from pageferry.gateway.fleet import Fleet
-from pageferry.gateway.log_lines import class_name
 from pageferry.gateway.metrics import GatewayMetrics
 from pageferry.gateway.outbox import Command, Job, Outbox
 from pageferry.gateway.requests import Entry, Generation, Verdict
@@ -51,14 +64,6 @@ CAUSES = {
 """Causes of resubmission by the code of a REQUEUE event; others are no fault of the request."""
 BLAMED = ("worker_death", "worker_failure", "handoff_failed")
 MAX_PAUSE_S = 2.0
-MAX_DEAD_LETTERS = 1_000
-
-WORKER_ERROR_STATUS = {
-    "out_of_memory": 503,
-    "context_length_exceeded": 400,
-    "draining": 503,
-}
-"""HTTP status by the code of an ERROR event; others are 500."""
 
 
 class Dispatcher:
@@ -85,8 +90,6 @@ class Dispatcher:
         self._isolated: Generation | None = None
         """The suspect that is out now."""
         self._loop = asyncio.get_running_loop()
-        self._decode_seen = self._loop.time()
-        """When some decode worker was last ready."""
 
     # --- what handlers call ----------------------------------------------------------------
 
@@ -94,7 +97,7 @@ class Dispatcher:
         """Queue new generations. `ApiError` 503 when Redis or the decode workers are missing."""
         if not self._fleet.has_decode:
             self._metrics.count(names.REQUESTS_REFUSED, 1, "503")
-            raise unavailable(self._fleet.why_not_ready(), "no_decode_worker", 2)
+            raise nobody(self._fleet.why_not_ready())
         results: list[asyncio.Future[None]] = []
         jobs: list[Job | None] = []
         taken = False
@@ -147,6 +150,9 @@ class Dispatcher:
         generation = self.generations.get(event.request_id)
         if generation is None:
             return
+        if not generation.owner and self._is_stranger(event, generation):
+            self.resubmit(generation, "other_weights")
+            return
         before = len(generation.tokens)
         verdict = generation.apply(event, now)
         if event.kind is Kind.TOKENS:
@@ -158,6 +164,17 @@ class Dispatcher:
         if verdict is not Verdict.TOKENS and verdict is not Verdict.FINISHED:
             self._react(generation, event, verdict)
 
+    def _is_stranger(self, event: Event, generation: Generation) -> bool:
+        """Whether it comes from a worker that may not go on with the tokens so far.
+
+        Asked of an epoch's first owner only: it hands over to workers with its own weights.
+        """
+        return (
+            generation.active
+            and event.epoch == generation.epoch
+            and not self._fleet.may_continue(event.worker, generation.maker)
+        )
+
     def _react(self, generation: Generation, event: Event, verdict: Verdict) -> None:
         """What follows from an event beyond bookkeeping."""
         if verdict is Verdict.GAP:
@@ -165,12 +182,7 @@ class Dispatcher:
         elif verdict is Verdict.REQUEUE:
             self.resubmit(generation, CAUSES.get(event.code, "requeue"))
         elif verdict is Verdict.ERROR:
-            status = WORKER_ERROR_STATUS.get(event.code, 500)
-            kind = "invalid_request_error" if status == 400 else "server_error"
-            text = event.message or f"A worker gave up on this request ({event.code})."
-            retry_after = 2 if status == 503 else None
-            error = ApiError(status, text, kind, event.code or "request_failed", None, retry_after)
-            self.end(generation, "error", error)
+            self.end(generation, "error", worker_error(event))
 
     def _note_tokens(self, generation: Generation, gained: int, now: float) -> None:
         if generation.last_token is None:
@@ -216,34 +228,46 @@ class Dispatcher:
         now = self._loop.time()
         for generation in self.generations.values():
             if generation.active and not generation.parked:
-                generation.suspect_since = now
+                generation.doubted_since = now
 
     def tick(self) -> None:
-        """Enforce deadlines; give parked generations another chance; resubmit silent suspects."""
+        """Enforce deadlines; end what nobody can take; resubmit what is doubted and silent."""
         now = self._loop.time()
         silence = 2 * self._settings.lease_s + 1
-        if self._fleet.has_decode:
-            self._decode_seen = now
-        elif now - self._decode_seen > self._settings.worker_wait_s:
-            self._end_hopeless()
         for generation in list(self.generations.values()):
-            if now >= generation.deadline and generation.active:
-                seconds = self._settings.request_timeout_s
-                text = f"The request did not finish within {seconds:g} s and was cancelled."
-                error = ApiError(504, text, "timeout_error", "request_timeout")
+            if not generation.active:
+                continue
+            if now >= generation.deadline:
+                error = out_of_time(self._settings.request_timeout_s)
                 self.end(generation, "error", error)
-            elif generation.active and now - (generation.suspect_since or now) > silence:
+            elif self._is_hopeless(generation, now):
+                self._end_or_move(generation)
+            elif now - (generation.doubted_since or now) > silence:
                 self.resubmit(generation, "lost")
 
-    def _end_hopeless(self) -> None:
-        """No decode worker for too long: whoever waits is told, instead of at the deadline.
+    def _is_hopeless(self, generation: Generation, now: float) -> bool:
+        """Whether nobody could ever take it, or take it over, for `worker_wait_s`.
 
-        What a worker that drains still computes is left to it.
+        What a decode worker has is left to it, also while that one drains. A prefill worker hands
+        over to decode workers with its own weights.
         """
-        for generation in list(self.generations.values()):
-            if generation.active and generation.holder not in self._fleet.records:
-                error = unavailable(self._fleet.why_not_ready(), "no_decode_worker", 2)
-                self.end(generation, "error", error)
+        holder = self._fleet.records.get(generation.holder)
+        maker = holder.id if holder else generation.maker
+        is_decoding = holder is not None and holder.role == "decode"
+        if is_decoding or not self._fleet.why_nobody(generation.num_tokens, maker):
+            generation.hopeless_since = None
+        elif generation.hopeless_since is None:
+            generation.hopeless_since = now
+        since = generation.hopeless_since
+        return since is not None and now - since > self._settings.worker_wait_s
+
+    def _end_or_move(self, generation: Generation) -> None:
+        """Tell the client, unless it is only its holder that cannot get on with it."""
+        reason = self._fleet.why_nobody(generation.num_tokens, generation.maker)
+        if reason:
+            self.end(generation, "error", nobody(reason))
+        else:
+            self.resubmit(generation, "reroute")
 
     def reroute(self) -> None:
         """After a look at the registry: move what lies where nobody will fetch it."""
@@ -309,20 +333,8 @@ class Dispatcher:
                 return
 
     def _give_up(self, generation: Generation) -> None:
-        letter = {
-            "request_id": generation.id,
-            "code": "request_failed",
-            "prompt_tokens": len(generation.prompt),
-            "output_tokens": len(generation.tokens),
-            "workers": generation.workers,
-            "gateway": generation.gateway,
-        }
-        add: Command = (
-            "XADD", self._keys.dead, "MAXLEN", "~", MAX_DEAD_LETTERS, "*", FIELD, pack(letter),
-        )  # fmt: skip
-        self._outbox.put(Job([add], keep=True))
-        text = f"{MAX_DEATHS} workers died or failed with this request; it is not tried again."
-        self.end(generation, "error", ApiError(500, text, "server_error", "request_failed"))
+        self._outbox.put(Job([dead_letter(generation, self._keys)], keep=True))
+        self.end(generation, "error", condemned(MAX_DEATHS))
 
     def _recall(self, generation: Generation) -> None:
         """Tell all workers to drop the present epoch, and take its entry out of the queue."""
@@ -338,24 +350,14 @@ class Dispatcher:
 
     def _push(self, generation: Generation, result: asyncio.Future[None] | None) -> Job | None:
         """Send to a queue; without a worker to send to, leave it parked and return None."""
-        num_tokens = len(generation.prompt) + len(generation.tokens)
-        worker = ""
-        local = num_tokens <= self._settings.local_prefill_tokens
-        if local or not self._fleet.can_prefill(num_tokens):
-            record = self._fleet.pick_decode(num_tokens)
-            if record is None:
-                if result is not None:
-                    text = self._fleet.why_not_ready() or (
-                        f"No decode worker takes a sequence of {num_tokens} tokens now: the ones "
-                        "that could hold it are short of memory."
-                    )
-                    result.set_exception(unavailable(text, retry_after=2))
-                return None
-            worker = record.id
-            queue = self._keys.decode_queue(worker)
-        else:
-            resumed = generation.resubmissions > 0
-            queue = self._keys.prefill_queue("resume" if resumed else generation.queue_class)
+        try:
+            worker = self._choose_decode(generation)
+        except ApiError as refusal:
+            if result is not None:
+                result.set_exception(refusal)
+            return None
+        resumed = "resume" if generation.resubmissions else generation.queue_class
+        queue = self._keys.decode_queue(worker) if worker else self._keys.prefill_queue(resumed)
         payload = pack(generation.request(self._loop.time()).to_dict())
         commands: list[Command] = [("XADD", queue, "*", FIELD, payload)]
         if worker:  # The stream of a worker that is no more must not stay for ever.
@@ -363,24 +365,43 @@ class Dispatcher:
             commands.append(("PEXPIRE", queue, lifetime_ms))
         generation.parked = False
         generation.assigned = self._loop.time()
-        done = partial(self._pushed, generation, generation.epoch, queue, worker, result)
+        place = Entry(queue, b"", worker)
+        done = partial(self._pushed, generation, generation.epoch, place, result)
         job = Job(commands, done)
         self._outbox.put(job)
         return job
+
+    def _choose_decode(self, generation: Generation) -> str:
+        """The decode worker that is to do all of it; empty to leave it to the prefill queues.
+
+        `ApiError` 503 when nobody can take it now."""
+        num_tokens, maker = generation.num_tokens, generation.maker
+        if reason := self._fleet.why_nobody(num_tokens, maker):
+            raise nobody(reason)
+        is_long = num_tokens > self._settings.local_prefill_tokens
+        if is_long and self._fleet.can_prefill(num_tokens, maker):
+            return ""
+        record = self._fleet.pick_decode(num_tokens, maker)
+        if record is None:
+            text = (
+                f"No decode worker takes a sequence of {num_tokens} tokens now: the ones that "
+                "could hold it are short of memory."
+            )
+            raise unavailable(text, retry_after=2)
+        return record.id
 
     def _pushed(
         self,
         generation: Generation,
         epoch: int,
-        queue: str,
-        worker: str,
+        place: Entry,
         result: asyncio.Future[None] | None,
         replies: list[Any],
         error: Exception | None,
     ) -> None:
         current = generation.active and generation.epoch == epoch
         if error is None:
-            entry = Entry(queue, replies[0], worker)
+            entry = replace(place, id=replies[0])
             if current:
                 generation.entry = entry
             else:
@@ -403,34 +424,3 @@ def remove_entry(entry: Entry) -> list[Command]:
     if not entry.worker:
         commands.insert(0, ("XACK", entry.queue, PREFILL_GROUP, entry.id))
     return commands
-
-
-def log_end(generation: Generation, now: float) -> None:
-    """The one line per generation: ids, counts and times, no text."""
-
-    def since(start: float | None, end: float | None) -> str:
-        return "-" if start is None or end is None else f"{max(0.0, end - start):.3f}"
-
-    error = generation.error
-    log.info(
-        "request_end id=%s client_id=%s key=%s outcome=%s error=%s class=%s status=%s "
-        "prompt_tokens=%d cached_tokens=%d output_tokens=%d queue_s=%s prefill_s=%s "
-        "transfer_s=%s decode_s=%s total_s=%.3f epoch=%d workers=%s",
-        generation.id,
-        generation.client_id or "-",
-        generation.salt or "-",
-        generation.outcome,
-        (error.code or error.type) if error else "-",
-        class_name(error) if error else ("ClientGone" if generation.outcome == "abort" else "-"),
-        error.status if error else 200,
-        len(generation.prompt),
-        generation.cached_tokens,
-        generation.delivered,
-        since(generation.arrived, generation.claimed),
-        since(generation.claimed, generation.first_token),
-        since(generation.first_token, generation.handed_over),
-        since(generation.first_token, generation.last_token),
-        now - generation.arrived,
-        generation.epoch,
-        ",".join(generation.workers) or "-",
-    )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from pageferry.kvtransfer.device_health import DEVICE_HEALTH, SEVERITY
 from pageferry.kvtransfer.wire import WorkerRecord
+
+MAX_REMEMBERED = 1_000
+"""Workers whose weights are remembered, live or gone; a request lives for minutes."""
 
 
 def is_blocked(record: WorkerRecord) -> bool:
@@ -13,11 +16,23 @@ def is_blocked(record: WorkerRecord) -> bool:
     return record.stats.get(DEVICE_HEALTH, 0) >= SEVERITY["stop"]
 
 
+def is_pair(prefill: WorkerRecord, decode: WorkerRecord) -> bool:
+    """Whether pages may go from one to the other: same weights, same layout."""
+    return prefill.fingerprint == decode.fingerprint and prefill.layout == decode.layout
+
+
+def capacity(record: WorkerRecord) -> int:
+    """Tokens, prompt and output, of the longest sequence that it can hold."""
+    return min(record.max_model_len, record.ledger.total * record.ledger.page_size)
+
+
 class Fleet:
     """Live workers. `update` replaces the picture; everything else is derived from it."""
 
     def __init__(self) -> None:
         self.records: dict[str, WorkerRecord] = {}
+        self._weights: dict[str, str] = {}
+        """Fingerprints by worker, those seen last at the end."""
         self._promised: dict[str, int] = {}
         """Pages of requests sent straight to a decode worker since its ledger was read."""
 
@@ -27,6 +42,11 @@ class Fleet:
         gone = [record for i, record in self.records.items() if i not in live]
         self.records = live
         self._promised.clear()
+        for record in records:
+            self._weights.pop(record.id, None)
+            self._weights[record.id] = record.fingerprint
+        while len(self._weights) > MAX_REMEMBERED:
+            del self._weights[next(iter(self._weights))]
         return gone
 
     def ready(self, role: str) -> list[WorkerRecord]:
@@ -34,21 +54,62 @@ class Fleet:
 
     @property
     def has_prefill(self) -> bool:
-        """Some ready prefill worker fits some ready decode worker: same weights, same layout."""
+        """Some ready prefill worker fits some ready decode worker."""
         return bool(self._prefillers())
 
-    def can_prefill(self, num_tokens: int) -> bool:
-        """Whether so many can be left to the prefill queues, where any worker may take them."""
-        prefillers = self._prefillers()
-        return bool(prefillers) and all(r.max_model_len > num_tokens for r in prefillers)
+    def may_continue(self, worker: str, maker: str) -> bool:
+        """Whether `worker` has the weights that made a sequence's tokens: those of `maker`.
+
+        Both are ids, of workers live or gone. Without a maker there are no tokens, and anybody may.
+        A maker that came and went between two looks at the registry had the weights of all others
+        if these agree, else nobody may.
+        """
+        if not maker:
+            return True
+        weights = self._weights.get(maker)
+        if weights is None:
+            return len({r.fingerprint for r in self.records.values()}) == 1
+        return self._weights.get(worker) == weights
+
+    def can_prefill(self, num_tokens: int, maker: str = "") -> bool:
+        """Whether so many can be left to the prefill queues, where any worker may take them.
+
+        Each needs room itself, and a decode worker that fits it and may take the sequence.
+        """
+        prefillers, takers = self._prefillers(), list(self._takers(num_tokens, maker))
+        return bool(prefillers) and all(
+            p.max_model_len > num_tokens and any(is_pair(p, d) for d in takers) for p in prefillers
+        )
 
     def _prefillers(self) -> list[WorkerRecord]:
         decoders = self.ready("decode")
-        return [
-            p
-            for p in self.ready("prefill")
-            if any(p.fingerprint == d.fingerprint and p.layout == d.layout for d in decoders)
-        ]
+        return [p for p in self.ready("prefill") if any(is_pair(p, d) for d in decoders)]
+
+    def _takers(self, num_tokens: int, maker: str) -> Iterator[WorkerRecord]:
+        """Ready decode workers that may and can hold the sequence, if not at this moment."""
+        for record in self._decoders():
+            has_room = record.state == "ready" and capacity(record) > num_tokens
+            if has_room and self.may_continue(record.id, maker):
+                yield record
+
+    def why_nobody(self, num_tokens: int, maker: str = "") -> str:
+        """Why no decode worker will ever take such a sequence, in one sentence; empty if one will.
+
+        Being short of memory is no reason: that passes.
+        """
+        if any(self._takers(num_tokens, maker)):
+            return ""
+        same = [r for r in self.ready("decode") if self.may_continue(r.id, maker)]
+        if same:
+            longest = max(map(capacity, same))
+            return (
+                f"The sequence has {num_tokens} tokens and at least 1 is to come; the decode "
+                f"workers that are left take at most {longest} tokens."
+            )
+        return self.why_not_ready() or (
+            "No decode worker is left with the weights that this answer was begun with; those that "
+            "are ready have others."
+        )
 
     @property
     def has_decode(self) -> bool:
@@ -57,28 +118,23 @@ class Fleet:
     @property
     def longest_sequence(self) -> int:
         """Tokens, prompt and output, that the roomiest decode worker can hold; 0 without one."""
-        return max(
-            (min(r.max_model_len, r.ledger.total * r.ledger.page_size) for r in self._decoders()),
-            default=0,
-        )
+        return max(map(capacity, self._decoders()), default=0)
 
     def _decoders(self) -> Iterable[WorkerRecord]:
         return (r for r in self.records.values() if r.role == "decode")
 
-    def pick_decode(self, num_tokens: int) -> WorkerRecord | None:
-        """The ready decode worker with the most room for a sequence of `num_tokens`, or None.
+    def pick_decode(self, num_tokens: int, maker: str = "") -> WorkerRecord | None:
+        """The decode worker with the most room for a sequence of `num_tokens`, or None.
 
-        What it gets is remembered until the next `update`, so that a burst between two looks at
-        the registry is spread over the workers.
+        Its tokens so far came from `maker`. What the worker gets is remembered until the next
+        `update`, so that a burst between two looks at the registry is spread over the workers.
         """
 
         def room(record: WorkerRecord) -> int:
             taken = self._promised.get(record.id, 0)
             return (record.ledger.available - taken) * record.ledger.page_size
 
-        candidates = [
-            r for r in self.ready("decode") if r.max_model_len > num_tokens and not is_blocked(r)
-        ]
+        candidates = [r for r in self._takers(num_tokens, maker) if not is_blocked(r)]
         if not candidates:
             return None
         best = max(candidates, key=room)

@@ -1,9 +1,10 @@
 """What the gateway writes about calls: one line for each that ends, and never what clients wrote.
 
-- `request_end` (`dispatch.log_end`): one per sequence that was queued.
-- `call_end`: one per call that ended before anything was queued; refused, malformed or given up.
-- Both have a request's id, the error's code and class, and the API key's name; both are made of
-  `name=value` pairs whose values have no spaces.
+- `request_end` (`endings.log_end`): one per sequence that was queued.
+- `call_end`: one per call that ended before anything was queued; refused, malformed, given up, or
+  failed by a fault of ours.
+- Both have the call's request id (`client_id`), API key's name, status and seconds, and an error's
+  code and class; both are made of `name=value` pairs whose values have no spaces.
 
 Texts of unexpected exceptions may quote what a client sent, so tracebacks of this process show
 places and class names only (`NoValues`). `--log-prompts` adds a line with the text of each request.
@@ -77,15 +78,15 @@ def log_text(generation: Generation, tokenizer: TokenTexts) -> None:
     log.info("request_text id=%s prompt=%r answer=%r", generation.id, prompt, answer)
 
 
-def call_end(request_id: str, key: str, error: BaseException, seconds: float) -> None:
-    """The line of a call that ended before it was queued."""
+def call_end(client_id: str, key: str, error: BaseException, seconds: float) -> None:
+    """The line of a call that ended before it was queued; `seconds` since its headers came."""
     api = error if isinstance(error, ApiError) else None
     outcome = "refused" if api else "abort"
     if api is not None and api.status >= 500:
         outcome = "error"
     log.info(
-        "call_end id=%s key=%s outcome=%s status=%s error=%s class=%s total_s=%.3f",
-        request_id,
+        "call_end client_id=%s key=%s outcome=%s status=%s error=%s class=%s total_s=%.3f",
+        client_id,
         key or "-",
         outcome,
         api.status if api else "-",

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from pageferry.kvtransfer.bus import TRANSIENT, Client, is_state
+from pageferry.kvtransfer.retries import growing_pause
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ MAX_BATCH = 256
 MAX_BATCH_BYTES = 2**20
 """A round trip takes more only if its first job alone has more: it is put together on the loop."""
 MAX_JOBS = 100_000
-MAX_PAUSE_S = 1.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.04, 1.0
 MAX_REFUSALS = 100
 """Times that Redis may refuse a job with `keep` before it is given up. That it is full or otherwise
 unable to write at the moment does not count."""
@@ -158,7 +159,7 @@ class Outbox:
                 self._wake.clear()
                 self._idle.set()
             if failures:
-                await asyncio.sleep(min(MAX_PAUSE_S, 0.02 * 2 ** min(failures, 8)))
+                await asyncio.sleep(growing_pause(failures, FIRST_PAUSE_S, MAX_PAUSE_S))
 
     def _next_batch(self) -> list[Job]:
         batch: list[Job] = []

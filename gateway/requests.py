@@ -80,8 +80,12 @@ class Generation:
     assigned: float = 0.0
     """When the present owner or entry was noted."""
     parked: bool = True
-    suspect_since: float | None = None
-    """Since when messages may have been lost that nobody will repeat."""
+    doubted_since: float | None = None
+    """Since when messages of it may be lost that nobody will repeat."""
+    hopeless_since: float | None = None
+    """Since when nobody who is here could ever take it, or take it over from its holder."""
+    maker: str = ""
+    """The worker that the last of `tokens` came from: only its weights may go on with them."""
     workers: list[str] = field(default_factory=list)
     """Every owner so far, in order."""
     deaths: int = 0
@@ -119,6 +123,11 @@ class Generation:
     @property
     def waiting(self) -> bool:
         return not self.done and not self.tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompt and of what came so far."""
+        return len(self.prompt) + len(self.tokens)
 
     @property
     def holder(self) -> str:
@@ -172,7 +181,7 @@ class Generation:
         self.entry = None
         self.owner = ""
         self.parked = True
-        self.suspect_since = None
+        self.doubted_since = None
         if self.has_progressed:
             self.deaths = self.failed_handoffs = 0
         progressed = len(self.tokens) > self.tokens_at_submission
@@ -207,8 +216,8 @@ class Generation:
             self.owner = worker
             self.assigned = now
             self.workers.append(worker)
-        if self.suspect_since is not None:
-            self.suspect_since = now
+        if self.doubted_since is not None:
+            self.doubted_since = now
 
     def _apply_tokens(self, event: Event, now: float) -> Verdict:
         have = len(self.tokens)
@@ -219,7 +228,8 @@ class Generation:
             return Verdict.STALE
         # Who sends new tokens answers for the request, also before it is known that it took over.
         self._own(event.worker, now)
-        self.suspect_since = None
+        self.doubted_since = None
+        self.maker = event.worker
         self.tokens.extend(event.token_ids[known:])
         if self.sampling.logprobs >= 0:
             self.logprobs.extend(event.logprobs[known:])

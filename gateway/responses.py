@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from pageferry.gateway.choices import Choice, Piece
+from pageferry.gateway.requests import Generation
 from pageferry.kvtransfer.wire import TokenLogprob
 
 MAX_EVENT_CHARS = 16_384
@@ -41,13 +42,23 @@ class Shape:
     object_name = ""
     chunk_object_name = ""
 
-    def __init__(self, model: str, tokens: TokenTexts, *, logprobs: int, usage_chunk: bool) -> None:
+    def __init__(
+        self,
+        model: str,
+        tokens: TokenTexts,
+        *,
+        logprobs: int,
+        usage_chunk: bool,
+        continuous_usage: bool = False,
+    ) -> None:
+        """`usage_chunk`: a stream ends with one; `continuous_usage`: all its chunks have usage."""
         self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.model = model
         self._tokens = tokens
         self._logprobs = logprobs
         self.usage_chunk = usage_chunk
+        self._continuous_usage = continuous_usage
         common = dumps(
             {
                 "id": self.id,
@@ -59,10 +70,11 @@ class Shape:
         self._head = "data: " + common[:-1] + ',"choices":['
         self._tail = "]}\n\n" if not usage_chunk else '],"usage":null}\n\n'
 
-    def chunk(self, piece: Piece) -> str:
-        """The SSE event, or events, of one piece."""
+    def chunk(self, piece: Piece, generation: Generation) -> str:
+        """The SSE event, or events, of one piece that was taken from `generation`."""
+        tail = self._tail if not self._continuous_usage else tail_with_usage(generation)
         if len(piece.text) <= MAX_EVENT_CHARS:
-            return self._head + self._choice(piece) + self._tail
+            return self._head + self._choice(piece) + tail
         parts: list[Piece] = []
         text = piece.text
         while len(text) > MAX_EVENT_CHARS:
@@ -70,7 +82,7 @@ class Shape:
             parts.append(Piece(piece.index, head, [], [], None, piece.first and not parts))
         first = piece.first and not parts
         last = Piece(piece.index, text, piece.token_ids, piece.logprobs, piece.finish, first)
-        return "".join(self._head + self._choice(p) + self._tail for p in (*parts, last))
+        return "".join(self._head + self._choice(p) + tail for p in (*parts, last))
 
     def usage_event(self, usage: dict[str, Any]) -> str:
         """The chunk with empty `choices` that `stream_options.include_usage` asks for."""
@@ -195,6 +207,15 @@ class ChatShape(Shape):
             "logprob": max(LOWEST_LOGPROB, logprob),
             "bytes": list(self._tokens.token_bytes(token_id)),
         }
+
+
+def tail_with_usage(generation: Generation) -> str:
+    """The end of a chunk with the counts so far of its choice alone, as vLLM has them."""
+    prompt, output = len(generation.prompt), generation.delivered
+    return (
+        f'],"usage":{{"prompt_tokens":{prompt},"completion_tokens":{output},'
+        f'"total_tokens":{prompt + output}}}}}\n\n'
+    )
 
 
 def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:

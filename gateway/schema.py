@@ -117,6 +117,12 @@ class Call(BaseModel):
         return bool((self.stream_options or {}).get("include_usage", False))
 
     @property
+    def continuous_usage(self) -> bool:
+        """Whether each chunk has the usage so far; as in vLLM, not without `include_usage`."""
+        options = self.stream_options or {}
+        return self.include_usage and bool(options.get("continuous_usage_stats", False))
+
+    @property
     def priority_class(self) -> str:
         """Queue class: "interactive" or "batch"."""
         return "batch" if self.service_tier == "flex" else "interactive"

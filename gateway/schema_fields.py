@@ -273,8 +273,9 @@ def _as_stream_options(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("must be an object")
     options = {key: item for key, item in value.items() if item is not None}
-    if not isinstance(options.get("include_usage", False), bool):
-        raise ValueError("must have true or false as include_usage")
+    for name in ("include_usage", "continuous_usage_stats"):
+        if not isinstance(options.get(name, False), bool):
+            raise ValueError(f"must have true or false as {name}")
     return options
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pageferry.gateway.outbox import Follower, RedisHealth
 from pageferry.kvtransfer.bus import TRANSIENT, Client
 from pageferry.kvtransfer.keys import FIELD
+from pageferry.kvtransfer.retries import growing_pause
 from pageferry.kvtransfer.wire import Event, WireError, unpack_events
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class TokenReader:
             except TRANSIENT as error:
                 self._health.bad("token reader", error)
                 failures += 1
-                await asyncio.sleep(min(1.0, 0.05 * 2 ** min(failures, 6)))
+                await asyncio.sleep(growing_pause(failures))
 
     async def _read(self) -> None:
         if self._losses() != self._seen_losses:

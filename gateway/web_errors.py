@@ -2,7 +2,7 @@
 
 Three places can answer: our handlers (`ApiError`), aiohttp's router (404, 405, …) and its protocol,
 which rejects malformed HTTP before any handler runs. The first two pass through `errors_as_json`,
-the last through `JsonServer`.
+the last through `JsonServer`. Each leaves a line in the log (see `log_lines`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
-from aiohttp.web_protocol import RequestHandler
+from aiohttp.web_protocol import RequestHandler, _ErrInfo
 
 from pageferry.gateway.errors import ApiError
 from pageferry.gateway.log_lines import call_end, place
@@ -78,15 +78,16 @@ def errors_as_json(metrics: GatewayMetrics) -> Any:
                 key = request[TENANT].name if TENANT in request else ""
                 call_end(request_id(request), key, error, loop.time() - arrived)
 
-        try:
-            return await handler(request)
-        except ApiError as error:
+        def answer(error: ApiError) -> web.Response:
+            error.__traceback__ = None  # generations keep their error; its frames keep those
             ended(error)
             return error_response(error)
+
+        try:
+            return await handler(request)
         except web.HTTPException as error:
-            api = from_http_exception(error, request.method)
-            ended(api)
-            response = error_response(api)
+            error.__traceback__ = None  # the route keeps it; its frames keep the request
+            response = answer(from_http_exception(error, request.method))
             if "Allow" in error.headers:
                 response.headers["Allow"] = error.headers["Allow"]
             return response
@@ -94,19 +95,28 @@ def errors_as_json(metrics: GatewayMetrics) -> Any:
             ended(error)
             raise
         except Exception as error:
-            # The text of an unexpected error may quote the request: only its class is logged
-            # with the place, and the client gets neither.
-            metrics.count(names.INTERNAL_ERRORS)
-            log.error(
-                "unexpected %s at %s id=%s", type(error).__name__, place(error), request_id(request)
-            )
-            text = "The gateway failed on this request; it is logged."
-            return error_response(ApiError(500, text, "server_error", "internal_error"))
+            return answer(as_api_error(error, metrics, request_id(request)))
 
     return middleware
 
 
-def request_id(request: web.Request) -> str:
+def as_api_error(error: Exception, metrics: GatewayMetrics, client_id: str) -> ApiError:
+    """`error` itself, or a 500 for what nobody expected, which is counted and logged.
+
+    The text of an unexpected error may quote the request: only its class is logged, with the place,
+    and the client gets neither.
+    """
+    if isinstance(error, ApiError):
+        return error
+    metrics.count(names.INTERNAL_ERRORS)
+    log.error("unexpected %s at %s client_id=%s", type(error).__name__, place(error), client_id)
+    text = "The gateway failed on this request; it is logged."
+    failure = ApiError(500, text, "server_error", "internal_error")
+    failure.__cause__ = error
+    return failure
+
+
+def request_id(request: web.BaseRequest) -> str:
     """The client's request id, cut to a harmless length, or one of our own; always the same."""
     if _ID not in request:
         given = request.headers.get(REQUEST_ID, "")[:MAX_REQUEST_ID_CHARS]
@@ -131,11 +141,29 @@ class JsonRequestHandler(RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         self._opening.cancel()
         super().connection_lost(exc)
+        self._messages.clear()  # their bodies refer to this object: a cycle
 
     def _end_if_silent(self) -> None:
         if self._request_count == 0:
             log.info("connection closed: no request within %g s", FIRST_REQUEST_S)
             self.force_close()
+
+    def data_received(self, data: bytes) -> None:
+        """What aiohttp leaves undone where HTTP turns out to be malformed.
+
+        The frames of the error hold `data` and this object, which holds the error: 64 KiB wait for
+        the garbage collector. And whoever reads a body that breaks off waits for the rest.
+        """
+        super().data_received(data)
+        if not self._messages:
+            return
+        latest, _ = self._messages[-1]
+        if not isinstance(latest, _ErrInfo):
+            return
+        latest.exc.__traceback__ = None
+        request = self._current_request
+        if request is not None and not request.content.is_eof():
+            request.content.set_exception(web.RequestPayloadError(type(latest.exc).__name__))
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
         """What is left of a body after its answer may be malformed: no error of ours."""
@@ -155,10 +183,13 @@ class JsonRequestHandler(RequestHandler):
         del message
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun; it cannot become an error")
-        log.info("malformed HTTP request: %s", type(exc).__name__)
         kind = "invalid_request_error" if status < 500 else "server_error"
         text = "This is not a well-formed HTTP request, or one of its lines is too long."
-        response = error_response(ApiError(status, text, kind, "malformed_http"))
+        error = ApiError(status, text, kind, "malformed_http")
+        error.__cause__ = exc
+        call_end(request_id(request), "", error, 0.0)
+        response = error_response(error)
+        response.headers[REQUEST_ID] = request_id(request)
         response.force_close()
         return response
 
@@ -178,7 +209,9 @@ class JsonRunner(web.AppRunner):
             try:
                 return await plain.request_handler(request)
             except web.HTTPException as error:  # raised before any middleware: Expect
-                return error_response(from_http_exception(error, request.method))
+                api = from_http_exception(error, request.method)
+                call_end(request_id(request), "", api, 0.0)
+                return error_response(api)
 
         return JsonServer(
             handler,

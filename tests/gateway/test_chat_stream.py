@@ -73,6 +73,51 @@ async def test_usage_chunk(service: Cluster, n: int) -> None:
     assert all(c["choices"] and c["usage"] is None for c in chunks)
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+@pytest.mark.parametrize("n", [1, 3])
+async def test_usage_so_far_in_every_chunk(service: Cluster, path: str, n: int) -> None:
+    """The counts of a chunk are those of its choice alone; the last one's, of the whole call."""
+    prompt = {"messages": MESSAGES} if path == CHAT else {"prompt": "日本"}
+    fields = {**prompt, "max_tokens": 8, "n": n}
+    _, body = await service.post(path, **fields)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = await service.events(path, **fields, stream_options=options)
+    *chunks, last, done = events
+    assert (last["choices"], done) == ([], "[DONE]")
+    assert last["usage"] == body["usage"]
+    for index in range(n):
+        usages = [c["usage"] for c in chunks if c["choices"][0]["index"] == index]
+        counts = [usage["completion_tokens"] for usage in usages]
+        # What is not shown at once (a special token, parts of a character) counts with what is.
+        assert set(counts) <= ({2, 3, 4, 5, 6, 7, 8} if path == CHAT else {3, 6, 8})
+        assert counts == sorted(set(counts))
+        assert counts[-1] == 8
+        for usage, count in zip(usages, counts, strict=True):
+            assert usage == {
+                "prompt_tokens": body["usage"]["prompt_tokens"],
+                "completion_tokens": count,
+                "total_tokens": body["usage"]["prompt_tokens"] + count,
+            }
+
+
+async def test_usage_in_chunks_is_of_their_own_prompt(service: Cluster) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    fields = {"prompt": ["ab", "cdefg"], "max_tokens": 3, "stream_options": options}
+    *chunks, last, _ = await service.events(**fields)
+    for index, length in enumerate((2, 5)):
+        usages = [c["usage"] for c in chunks if c["choices"][0]["index"] == index]
+        assert {usage["prompt_tokens"] for usage in usages} == {length}
+        assert usages[-1]["total_tokens"] == length + 3
+    assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (7, 6)
+
+
+async def test_usage_in_chunks_needs_the_usage_chunk(service: Cluster) -> None:
+    """As in vLLM, the flag alone asks for nothing."""
+    options = {"continuous_usage_stats": True}
+    events = await service.events(prompt="abc", max_tokens=3, stream_options=options)
+    assert all(chunk["choices"] and "usage" not in chunk for chunk in events[:-1])
+
+
 async def test_n_choices_in_one_stream(service: Cluster) -> None:
     events = await service.events(CHAT, messages=MESSAGES, n=3, max_tokens=4)
     by_index: dict[int, list[Any]] = {}
@@ -97,11 +142,12 @@ async def test_chat_logprobs(service: Cluster) -> None:
     assert streamed == items
 
 
-def test_long_text_is_split_over_events(tokenizer: Tokenizer) -> None:
+async def test_long_text_is_split_over_events(tokenizer: Tokenizer, make_generation: Any) -> None:
     """STR-10: some clients cannot read lines above 64 KiB."""
     shape = ChatShape("tiny", tokenizer, logprobs=-1, usage_chunk=False)
     text = "x" * 40_000
-    events = shape.chunk(Piece(0, text, [1], [], "stop", True)).split("\n\n")[:-1]
+    piece = Piece(0, text, [1], [], "stop", True)
+    events = shape.chunk(piece, make_generation()).split("\n\n")[:-1]
     choices = [json.loads(event[6:])["choices"][0] for event in events]
     assert "".join(c["delta"]["content"] for c in choices) == text
     assert max(map(len, events)) < 20_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -141,6 +142,36 @@ async def test_context_limit(service: Cluster, prompt_tokens: int) -> None:
     assert str(prompt_tokens) in body["error"]["message"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_too_long_in_every_form(service: Cluster, stream: bool) -> None:
+    """API-06 and API-07: an HTTP error that clients recognise, streamed or not."""
+    message = {"role": "user", "content": "a" * 4096}
+    forms: tuple[Any, ...] = (
+        ("/v1/completions", "prompt", "a" * 4096),
+        ("/v1/completions", "prompt", [[65] * 4096]),
+        ("/v1/chat/completions", "messages", [message]),
+    )
+    for path, param, value in forms:
+        fields = {param: value, "max_tokens": 1, "stream": stream}
+        status, body = await service.post(path, **fields)
+        assert (status, body["error"]["param"]) == (400, param)
+        assert body["error"]["code"] == "context_length_exceeded"
+        assert "maximum context length is 4096 tokens" in body["error"]["message"]
+
+
+async def test_answers_of_megabytes(service: Cluster) -> None:
+    """STR-10: whole in one body, and in events that are short lines."""
+    text = "é" * 2000
+    fields = {"prompt": [text] * 8, "n": 16, "echo": True, "max_tokens": 0}
+    status, body = await service.post(**fields)
+    assert (status, len(json.dumps(body)) > 10**6) == (200, True)
+    assert [choice["text"] for choice in body["choices"]] == [text] * 128
+    *chunks, done = await service.events(**fields)
+    assert done == "[DONE]"
+    texts = {chunk["choices"][0]["index"]: chunk["choices"][0]["text"] for chunk in chunks}
+    assert texts == dict.fromkeys(range(128), text)
+
+
 async def test_limit_is_what_the_workers_can_hold(service: Cluster) -> None:
     service.workers[0].num_pages = 10
     await service.workers[0].publish()
@@ -179,7 +210,8 @@ async def test_best_of_equal_to_n_is_accepted(service: Cluster) -> None:
     assert (status, len(body["choices"])) == (200, 2)
 
 
-async def test_wrong_model_is_404(service: Cluster) -> None:
-    status, body = await service.post(model="no-such", prompt="a")
+@pytest.mark.parametrize("model", ["no-such", "\ttiny", "TINY", ""])
+async def test_wrong_model_is_404(service: Cluster, model: str) -> None:
+    status, body = await service.post(model=model, prompt="a")
     assert (status, body["error"]["code"]) == (404, "model_not_found")
-    assert "no-such" in body["error"]["message"]
+    assert repr(model) in body["error"]["message"]

@@ -4,42 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from pageferry.kvtransfer.keys import FIELD, PREFILL_GROUP, Keys
 from pageferry.kvtransfer.wire import Event, Kind, Request, SamplingParams, pack, unpack
+from tests.gateway.fake_worker import CONTEXT
+from tests.gateway.streams import FIELDS, PROMPT, TEXT, once, started, text_of
 
 Cluster = Any
-PROMPT = "abcdefghij" * 4
-CONTEXT = 4096
-FIELDS = {"prompt": PROMPT, "max_tokens": 60}
-TEXT = (PROMPT * 2)[:60]
-
-
-async def text_of(call: asyncio.Task[list[Any]]) -> str:
-    events = await call
-    assert events[-1] == "[DONE]", events[-1]
-    return "".join(e["choices"][0]["text"] for e in events[:-1])
-
-
-def once(fault: Callable[[Event], list[Event]], at: int) -> Callable[[Event], list[Event]]:
-    """Apply a fault to the first TOKENS event with index `at`, and to no other."""
-    left = [True]
-
-    def mangle(event: Event) -> list[Event]:
-        if event.kind is Kind.TOKENS and event.index == at and left:
-            left.clear()
-            return fault(event)
-        return [event]
-
-    return mangle
-
-
-async def started(cluster: Cluster, tokens: int) -> None:
-    await cluster.until(lambda: [g for g in cluster.generations() if len(g.tokens) >= tokens])
 
 
 async def test_decode_worker_dies(service: Cluster) -> None:

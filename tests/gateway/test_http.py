@@ -31,6 +31,15 @@ async def test_malformed_json(service: Cluster, path: str, raw: bytes) -> None:
         assert_error(await reply.json())
 
 
+async def test_any_content_type_is_json(service: Cluster) -> None:
+    data = b'{"model":"tiny","prompt":"abc","max_tokens":3}'
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "application/json"):
+        headers = {"Content-Type": kind}
+        url = f"{service.base}/v1/completions"
+        async with service.http.post(url, data=data, headers=headers) as reply:
+            assert (await reply.json())["choices"][0]["text"] == "abc"
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [

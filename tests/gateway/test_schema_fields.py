@@ -91,7 +91,11 @@ def test_stream_options():
     assert completion(stream=True, stream_options={"include_usage": True}).include_usage
     assert not completion(stream=True, stream_options={"include_usage": None}).include_usage
     assert refused(completion, stream_options={"include_usage": True}).param == "stream_options"
-    for value in ([], "x", {"include_usage": 1}):
+    both = {"include_usage": True, "continuous_usage_stats": True}
+    assert completion(stream=True, stream_options=both).continuous_usage
+    for off in ({"include_usage": False}, {"continuous_usage_stats": None}):
+        assert not completion(stream=True, stream_options={**both, **off}).continuous_usage
+    for value in ([], "x", {"include_usage": 1}, {"continuous_usage_stats": "true"}):
         assert refused(completion, stream=True, stream_options=value).param == "stream_options"
 
 
