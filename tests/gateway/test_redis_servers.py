@@ -214,13 +214,14 @@ async def test_cluster_resharding_and_failover(cluster: Cluster, nodes: Nodes) -
     async def reshard_then_kill() -> None:
         await nodes.move_slot(owner, other)
         await nodes.move_slot(other, owner)
-        await cluster.until(lambda: cluster.gateways[0].health.up)
+        await cluster.until(lambda: cluster.gateways[0].health.up, 30)
         owner.kill()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             while await nodes.owner(living) is owner:
                 await asyncio.sleep(0.1)
 
     await serve_through(cluster, reshard_then_kill)
+    await cluster.until(lambda: cluster.gateways[0].health.up, 30)
     assert (await cluster.get("/ready"))[0] == 200
     deaths = [await cluster.metric("worker_deaths_total", role=r) for r in ("prefill", "decode")]
     assert deaths == [0, 0]
