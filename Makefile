@@ -2,9 +2,9 @@
 
 PYTHON  ?= python3
 VENV    ?= .venv
-PREFILL ?= 1
-DECODE  ?= 1
-PORT    ?= 8000
+PREFILL   ?=
+DECODE    ?=
+PORT      ?=
 MODEL     ?=
 REDIS_URL ?=
 PEERS     ?=
@@ -27,7 +27,7 @@ WHOLE_STACKS := tests/chaos tests/compose tests/e2e
 
 help:
 	@echo 'make up     serve a model on this machine; Ctrl-C stops it'
-	@echo '            PREFILL=$(PREFILL) DECODE=$(DECODE) PORT=$(PORT) MODEL=<directory, .gguf or hub id> REDIS_URL='
+	@echo '            PREFILL=1 DECODE=1 PORT=8000 MODEL=<directory, .gguf or hub id> REDIS_URL='
 	@echo 'make test   all tests, with real processes and the demo model'
 	@echo 'make chaos  kill, freeze, cut and restart everything under load; MINUTES=$(MINUTES) SEED=$(SEED)'
 	@echo 'make lint   formatting and lint rules'
@@ -39,8 +39,8 @@ help:
 	@echo 'PYTHON=python3.12 chooses another interpreter (3.11 or later).'
 
 up: $(VENV)/.installed
-	@exec $(BIN)/pageferry up --prefill '$(PREFILL)' --decode '$(DECODE)' --port '$(PORT)' \
-	  $(if $(MODEL),--model '$(MODEL)') $(if $(REDIS_URL),--redis-url '$(REDIS_URL)')
+	@exec $(BIN)/pageferry up $(if $(PREFILL),--prefill '$(PREFILL)') $(if $(DECODE),--decode '$(DECODE)') \
+	  $(if $(PORT),--port '$(PORT)') $(if $(MODEL),--model '$(MODEL)') $(if $(REDIS_URL),--redis-url '$(REDIS_URL)')
 
 test: $(VENV)/.installed-dev
 	@$(BIN)/python -m pageferry.kernels.prepare

@@ -37,10 +37,6 @@ COMMANDS = {
     "drain": Command(
         "pageferry.compose.drain", "Let a worker finish or hand over its requests, then leave."
     ),
-    "health": Command(
-        "pageferry.compose.health",
-        "Exit with 0 if the gateway, prefill or decode process on this host is alive.",
-    ),
 }
 
 

@@ -114,6 +114,8 @@ def check(settings: UpSettings) -> None:
             f"--handoff-port {settings.handoff_port}: {settings.decode} decode workers cannot "
             "share one port; leave it at 0"
         )
+    if settings.alive_file:
+        raise SettingsError("--alive-file: the workers cannot share one; each needs its own")
 
 
 def choose_port(host: str, port: int) -> int:
@@ -220,23 +222,29 @@ async def prepare_model(model: str) -> Path:
     return Path(output.decode().splitlines()[-1])
 
 
-async def wait_for_redis(url: str, loading_s: float = REDIS_WAIT_S) -> None:
-    """Return once the server answers; `SettingsError` after `REDIS_WAIT_S`.
+async def wait_for_redis(url: str, loading_s: float) -> None:
+    """Return once the server answers; `SettingsError` after `REDIS_WAIT_S` without an answer.
 
-    One that answers that it still loads its data set gets `loading_s`.
+    For one that answers that it still loads its data set: after `loading_s`.
     """
     client = connect(url)
-    begun = asyncio.get_running_loop().time()
+    loop = asyncio.get_running_loop()
+    begun = answered = loop.time()
     try:
         while True:
             try:
                 await client.ping()
                 return
-            except TRANSIENT as error:
-                wait_s = loading_s if isinstance(error, BusyLoadingError) else REDIS_WAIT_S
-                if asyncio.get_running_loop().time() > begun + wait_s:
+            except BusyLoadingError as error:
+                answered = loop.time()
+                if answered > begun + loading_s:
                     raise SettingsError(
-                        f"no answer from Redis in {wait_s:g} s ({type(error).__name__}: "
+                        f"Redis still loads its data after {loading_s:g} s; raise --start-timeout-s"
+                    ) from error
+            except TRANSIENT as error:
+                if loop.time() > answered + REDIS_WAIT_S:
+                    raise SettingsError(
+                        f"no answer from Redis in {REDIS_WAIT_S:g} s ({type(error).__name__}: "
                         f"{error}); is it running, and is --redis-url right?"
                     ) from error
             await asyncio.sleep(POLL_S / 2)

@@ -6,8 +6,8 @@
    is not unhealthy, else with 1 and one sentence.
 
 For container health checks, which run for ever in every container: this one takes 0.03 s of
-processor time, `pageferry health`, which asks Redis, more than ten times as much. So nothing is
-imported that a bare interpreter does not have already. Times are of the host's monotonic clock.
+processor time, one that asks Redis more than ten times as much. So nothing is imported that a bare
+interpreter does not have already. Times are of the host's monotonic clock.
 """
 
 from __future__ import annotations

@@ -57,15 +57,16 @@ def test_every_command_names_a_module_file():
 
 def test_the_process_is_replaced_and_flags_go_through():
     process = subprocess.Popen(
-        [*CLI, "health", "nobody"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*CLI, "gateway", "nobody"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 2
-    assert errors == "pageferry health: expected one of gateway, prefill, decode\n"
+    expected = "unrecognized arguments: nobody (see pageferry gateway --help)"
+    assert errors == f"pageferry gateway: {expected}\n"
 
 
 def test_modules_in_the_current_directory_are_not_imported(tmp_path):
     (tmp_path / "redis.py").write_text("raise SystemExit('imported the wrong redis')")
-    done = run("health", "nobody", cwd=tmp_path)
+    done = run("gateway", "nobody", cwd=tmp_path)
     assert "wrong redis" not in done.stderr
     assert done.returncode == 2

@@ -22,7 +22,7 @@ async def server(tmp_path):
     with ScratchDir(tmp_path) as scratch:
         program, url = valkey_program(scratch.path)
         await supervisor.start(program)
-        await wait_for_redis(url)
+        await wait_for_redis(url, 20)
         client = connect(url)
         yield client, scratch.path
         await client.aclose()

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from redis.crc import key_slot
 
-from pageferry.compose.health import HealthSettings
 from pageferry.compose.local import UpSettings
 from pageferry.kvtransfer.bus import connect
 from pageferry.kvtransfer.keys import Keys
@@ -82,7 +81,7 @@ def test_mistakes(url: str, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [GatewaySettings, PrefillSettings, DecodeSettings, HealthSettings, UpSettings]
+    "settings", [GatewaySettings, PrefillSettings, DecodeSettings, UpSettings]
 )
 def test_services_refuse_a_bad_url_with_2_and_a_sentence(
     settings: type, capsys: pytest.CaptureFixture[str]
