@@ -252,17 +252,21 @@ async def wait_for_redis(url: str, loading_s: float) -> None:
         await client.aclose()
 
 
-async def wait_until_ready(host: str, port: int, timeout_s: float, *, tls: bool = False) -> None:
-    """Poll the gateway's /ready until it is 200; `ChildDied` after `timeout_s`."""
+async def wait_until_ready(
+    host: str, port: int, timeout_s: float, *, prefill: int = 0, decode: int = 1, tls: bool = False
+) -> None:
+    """Poll the gateway's /ready until so many workers are; `ChildDied` after `timeout_s`."""
     last = "no answer"
     try:
         async with asyncio.timeout(timeout_s):
             while True:
                 with contextlib.suppress(OSError):
                     status, body = await asyncio.to_thread(http_get, host, port, "/ready", tls=tls)
-                    if status == 200:
-                        return
                     last = f"{status} {body[:300]!r}"
+                    if status == 200:
+                        at = json.loads(body)
+                        if at["prefill_workers"] >= prefill and at["decode_workers"] >= decode:
+                            return
                 await asyncio.sleep(POLL_S)
     except TimeoutError as error:
         raise ChildDied(
@@ -314,7 +318,14 @@ class Run:
         for program in service_programs(settings, redis_url, self.port, scratch):
             await self.supervisor.start(program)
         tls = bool(settings.tls_cert)
-        await wait_until_ready(settings.host, self.port, settings.start_timeout_s, tls=tls)
+        await wait_until_ready(
+            settings.host,
+            self.port,
+            settings.start_timeout_s,
+            prefill=settings.prefill,
+            decode=settings.decode,
+            tls=tls,
+        )
         print(ready_line(settings, self.port), flush=True)
 
     async def _until_ended(self, work: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:

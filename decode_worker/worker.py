@@ -30,18 +30,21 @@ from pageferry.decode_worker.engine import (
 from pageferry.decode_worker.scheduler import Limits
 from pageferry.kvtransfer import metric_names as names
 from pageferry.kvtransfer.bus import TRANSIENT
-from pageferry.kvtransfer.engine_thread import start_thread
+from pageferry.kvtransfer.engine_thread import JOIN_S, start_thread
 from pageferry.kvtransfer.handoff import NEVER, Intake
 from pageferry.kvtransfer.handoff_server import HandoffServer, ServerOptions
+from pageferry.kvtransfer.heartbeat import EngineStuck
 from pageferry.kvtransfer.keys import FIELD
 from pageferry.kvtransfer.page_use import live_tokens
-from pageferry.kvtransfer.settings import DecodeSettings
+from pageferry.kvtransfer.settings import DecodeSettings, SettingsError
 from pageferry.kvtransfer.tasks import end_tasks
 from pageferry.kvtransfer.wire import Cancel, Event, Kind, Request, WireError, WorkerRecord, unpack
 from pageferry.kvtransfer.worker_bus import BLOCK_S, BusCallbacks, WorkerBus
 from pageferry.kvtransfer.worker_setup import WorkerParts
 
 log = logging.getLogger(__name__)
+
+LOOPBACK = ("127.", "::1", "localhost")
 
 
 class DecodeWorker:
@@ -95,7 +98,7 @@ class DecodeWorker:
         """Serve until SIGTERM or SIGINT, then drain. Raises what ended the engine, if anything."""
         for signum in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(signum, self._stop.set)
-        self._server.start()
+        self._listen()
         thread = start_thread(self._engine, self._failed)
         await self._bus.start()
         intake = self._bus.spawn("local prefill queue", self._take_local)
@@ -104,11 +107,26 @@ class DecodeWorker:
         await self._drain()
         await end_tasks([intake, health])
         self._engine.inbox.put(Stop())
-        await asyncio.to_thread(thread.join, 5)
+        # A stuck one will not end, and its sequences go on elsewhere once this worker has left.
+        if not isinstance(self._failure, EngineStuck):
+            await asyncio.to_thread(thread.join, JOIN_S)
         await asyncio.to_thread(self._server.close)
         await self._bus.close(self._parts.worker_id)
         if self._failure is not None:
             raise self._failure
+
+    def _listen(self) -> None:
+        try:
+            self._server.start()
+        except OSError as error:
+            where = f"--bind {self._settings.bind} --handoff-port {self._settings.handoff_port}"
+            raise SettingsError(
+                f"{where}: cannot listen there: {error}; name another port (0 for any) or address"
+            ) from error
+        if not self._settings.cluster_key and not self._settings.bind.startswith(LOOPBACK):
+            log.warning(
+                "no --cluster-key: whoever reaches %s may hand pages over", self._settings.bind
+            )
 
     async def _drain(self) -> None:
         self._state = "failed" if self._failure else "draining"

@@ -111,9 +111,10 @@ class Watcher:
     async def look(self) -> None:
         """One round. `RedisError`, `OSError` or `TimeoutError` when Redis is away."""
         async with asyncio.timeout(max(1.0, self._lease_s)):
-            await self._renew_lease()
             seen_at = self._loop.time()
             records = await list_workers(self._client, self._keys)
+            # Later than that look: if Redis was emptied before it, our own lease is gone as well.
+            await self._renew_lease()
             if self._loop.time() >= self._policy_due:
                 await self._check_policy()
         self._health.good()

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from pageferry.kvtransfer.host_memory import CGROUP, MEMINFO, available_bytes
+from pageferry.kvtransfer.host_memory import CGROUP, MEMINFO, read_memory
 from pageferry.kvtransfer.nvml_devices import (
     BoardFigures,
     CudaId,
@@ -267,13 +267,7 @@ def _metrics(figures: Figures, history: History, verdict: str) -> dict[str, floa
 
 def host_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> Memory:
     """Available and total memory of the host or the cgroup. `OSError` or `ValueError`."""
-    free, source = available_bytes(meminfo, cgroup)
-    if source == "cgroup":
-        return Memory(free, int((cgroup / "memory.max").read_text()), source)
-    found = re.search(r"^MemTotal:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
-    if found is None:
-        raise ValueError(f"{meminfo} has no MemTotal line")
-    return Memory(free, int(found[1]) * 1024, source)
+    return Memory(*read_memory(meminfo, cgroup))
 
 
 class GpuReader:

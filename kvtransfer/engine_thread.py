@@ -16,6 +16,9 @@ log = logging.getLogger(__name__)
 IDLE_WAIT_S = 0.5
 """How long an engine without work waits for its inbox before it looks at its pool."""
 
+JOIN_S = 5.0
+"""What an engine that is told to end gets for its last step."""
+
 MAX_FAILED_STEPS = 3
 """Steps that may fail one after another before the worker gives up and leaves."""
 

@@ -99,6 +99,7 @@ class WorkerBus:
         self._lease_s = lease_s
         self._callbacks = callbacks
         self._alive_file = alive_file
+        self._alive_fails = False
         self._loop = asyncio.get_running_loop()
         self._unsent: collections.deque[tuple[str, Event]] = collections.deque(
             maxlen=MAX_UNSENT_EVENTS
@@ -194,12 +195,22 @@ class WorkerBus:
         assert self._record is not None, "the heartbeat began before the worker had a record"
         record, until = self._record, time.monotonic() + self._lease_s
         renewal = await publish_worker(client, self.keys, record, self._lease_s)
-        if self._alive_file:
-            alive_file.write(self._alive_file, until, record.state)
         if self._server and (renewal.lapsed or renewal.server != self._server):
             log.warning("Redis is another server, or our lease had lapsed: all is read again")
             self._loop.call_soon_threadsafe(self._doubt.set)
         self._server = renewal.server
+        if self._alive_file:
+            self._write_alive_file(until, record.state)
+
+    def _write_alive_file(self, until: float, state: str) -> None:
+        """Whoever looks at the file sees that it is old; no reason to call Redis away."""
+        try:
+            alive_file.write(self._alive_file, until, state)
+            self._alive_fails = False
+        except OSError as error:
+            if not self._alive_fails:
+                log.warning("--alive-file %s: %s", self._alive_file, error)
+            self._alive_fails = True
 
     async def _begin_anew(self) -> None:
         await self._doubt.wait()

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, TypeVar
 
 import uvloop
+from redis.exceptions import RedisError
 
 from pageferry.kernels.config import UnsupportedModel
 from pageferry.kernels.devices import DeviceError
 from pageferry.kernels.weights import BadCheckpoint
-from pageferry.kvtransfer.bus import TRANSIENT
 from pageferry.kvtransfer.logs import configure
 from pageferry.kvtransfer.model_files import ModelNotFound
 from pageferry.kvtransfer.settings import SettingsError, WorkerSettings, from_args
@@ -53,9 +53,19 @@ def main(role: str, settings_class: type[S], create: Callable[[WorkerParts, S], 
         # Created inside the loop: workers keep a reference to it.
         await create(parts, settings).run()
 
+    live(prog, life)
+
+
+def live(prog: str, life: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run a worker to its end. What one sentence explains ends the process, the rest is raised.
+
+    Only what redis-py raises is about Redis: it makes its own errors of the connection's.
+    """
     try:
         uvloop.run(life())
-    except TRANSIENT as error:
+    except MISTAKES as error:
+        sys.exit(_say(prog, str(error), 2))
+    except RedisError as error:
         sys.exit(_say(prog, f"Redis at --redis-url cannot be used: {error}", 1))
 
 

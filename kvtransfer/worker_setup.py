@@ -269,6 +269,7 @@ def check(settings: WorkerSettings) -> None:
         "handoff_timeout_s": (0.5, 3600),
         "max_inflight_handoffs": (1, 4096),
         "watermark_pages": (0, 1 << 20),
+        "handoff_port": (0, 65_535),
     }
     for name, (low, high) in limits.items():
         value = getattr(settings, name, low)  # a role has not all of them

@@ -27,8 +27,9 @@ from redis.exceptions import ResponseError
 
 from pageferry.kvtransfer import metric_names as names
 from pageferry.kvtransfer.bus import TRANSIENT, ensure_groups
-from pageferry.kvtransfer.engine_thread import start_thread
+from pageferry.kvtransfer.engine_thread import JOIN_S, start_thread
 from pageferry.kvtransfer.handoff import HandoffFailed
+from pageferry.kvtransfer.heartbeat import EngineStuck
 from pageferry.kvtransfer.page_use import live_tokens
 from pageferry.kvtransfer.recent_cancels import RecentCancels
 from pageferry.kvtransfer.settings import PrefillSettings
@@ -112,7 +113,8 @@ class PrefillWorker:
         await self._drain()
         await end_tasks([follow])
         self._engine.stop()
-        await asyncio.to_thread(thread.join, 5)
+        if not isinstance(self._failure, EngineStuck):
+            await asyncio.to_thread(thread.join, JOIN_S)
         await self._ferry.close()
         await self._bus.close(self._parts.worker_id)
         if self._failure is not None:

@@ -176,12 +176,12 @@ async def test_a_redis_that_loads_its_data_is_waited_for(monkeypatch, tmp_path):
 
 @pytest.fixture
 async def fake_gateway():
-    """A server that answers with the given statuses in turn; yields (port, statuses)."""
-    statuses: list[int] = []
+    """A server that gives the answers in turn, status and body; yields (port, answers)."""
+    answers: list[tuple[int, str]] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         assert (await reader.readuntil(b"\r\n\r\n")).split()[1] == b"/ready"
-        status, body = statuses.pop(0), "loading"
+        status, body = answers.pop(0)
         head = f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         writer.write(head.encode() + body.encode())
         await writer.drain()
@@ -189,19 +189,20 @@ async def fake_gateway():
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     async with server:
-        yield server.sockets[0].getsockname()[1], statuses
+        yield server.sockets[0].getsockname()[1], answers
 
 
-async def test_ready_means_200(fake_gateway):
-    port, statuses = fake_gateway
-    statuses += [503, 503, 200, 200]
-    await wait_until_ready("127.0.0.1", port, 30)
-    assert statuses == [200]
+async def test_ready_when_all_workers_are(fake_gateway):
+    port, answers = fake_gateway
+    one, two = (f'{{"prefill_workers": 1, "decode_workers": {n}}}' for n in (1, 2))
+    answers += [(503, "loading"), (200, one), (200, two), (200, two)]
+    await wait_until_ready("127.0.0.1", port, 30, prefill=1, decode=2)
+    assert answers == [(200, two)]
 
 
 async def test_never_ready_says_what_the_gateway_said(fake_gateway):
-    port, statuses = fake_gateway
-    statuses += [503] * 1000
+    port, answers = fake_gateway
+    answers += [(503, "loading")] * 1000
     with pytest.raises(ChildDied, match=r"not ready after 0\.5 s .*503 b'loading'"):
         await wait_until_ready("127.0.0.1", port, 0.5)
 

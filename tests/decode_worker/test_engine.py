@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 
 import pytest
+import torch
 
 from pageferry.decode_worker.engine import (
     Depart,
@@ -266,6 +267,20 @@ def test_steps_that_keep_failing_end_the_worker() -> None:
         h.until(lambda: len(h.events) > i or h.failures)  # noqa: B023
     h.thread.join(5)
     assert [str(f) for f in h.failures] == ["3 steps failed in a row: the worker gives up"]
+
+
+def test_a_lost_device_ends_the_engine_at_once() -> None:
+    """It is a `RuntimeError` too, but no other step on that device can do better."""
+    h = Harness()
+
+    def lost(chunks: Seq[Chunk]) -> None:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    h.runner.trouble = lost
+    h.engine.inbox.put(LocalRequest(request("a")))
+    h.thread.join(30)
+    assert [type(f) for f in h.failures] == [torch.AcceleratorError]
+    assert h.events == []
 
 
 def test_a_request_that_fails_every_step_does_not_end_the_worker(harness: Harness) -> None:

@@ -95,6 +95,15 @@ async def test_redis_that_does_not_answer_is_seen_and_its_return_too(
     await worker.until(lambda trouble: not trouble)
 
 
+async def test_a_disk_that_is_full_hides_no_loss(worker: Worker, redis_url: str) -> None:
+    worker.bus._alive_file = worker.path + ".missing/alive"
+    worker.bus._control_id = b"1-1"
+    async with connect(redis_url) as client, asyncio.timeout(30):
+        while worker.bus._control_id != b"0-0":
+            await client.delete(KEYS.worker("w1"))
+            await asyncio.sleep(LEASE_S)
+
+
 async def test_draining_is_alive_and_unhealthy_is_not(worker: Worker) -> None:
     worker.record = dataclasses.replace(worker.record, state="draining")
     await worker.until(lambda trouble: not trouble and "draining" in Path(worker.path).read_text())

@@ -141,9 +141,10 @@ async def test_full_memory_is_no_death(worker: Worker, client: Any, redis_url: s
             await asyncio.sleep(2 * LEASE_S)
         assert watch.missing == 0
         await client.delete(KEYS.worker("w1"))
-        count = len(worker.renewals)
-        await asyncio.sleep(LEASE_S / 2)
-        assert len(worker.renewals) == count, "a lease that cannot be had was reported as renewed"
+        # The beat that was on its way meanwhile may have found the old lease.
+        count = len(worker.renewals) + 1
+        await asyncio.sleep(LEASE_S)
+        assert len(worker.renewals) <= count, "a lease that cannot be had was reported as renewed"
     finally:
         await client.config_set("maxmemory", "0")
     await until(lambda: len(worker.renewals) > count)

@@ -80,9 +80,7 @@ def test_mistakes(url: str, words: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "settings", [GatewaySettings, PrefillSettings, DecodeSettings, UpSettings]
-)
+@pytest.mark.parametrize("settings", [GatewaySettings, PrefillSettings, DecodeSettings, UpSettings])
 def test_services_refuse_a_bad_url_with_2_and_a_sentence(
     settings: type, capsys: pytest.CaptureFixture[str]
 ) -> None:
