@@ -112,7 +112,7 @@ struct Run {
 };
 
 // Keys from `first` to the next multiple of RUN or to `end`; the last stands in for those behind it
-// up to a multiple of 16.
+// up to a multiple of 32.
 inline void locate(const Attend &a, int64_t first, int64_t end, Run *run) {
   const int64_t next = (first / RUN + 1) * RUN;
   run->first = first;
@@ -122,7 +122,7 @@ inline void locate(const Attend &a, int64_t first, int64_t end, Run *run) {
     int64_t left = a.page_size - (first + j) % a.page_size;
     for (; left && j < run->count; left--, j++, key += a.head_dim) run->keys[j] = key;
   }
-  for (int64_t j = run->count; j < round_up(run->count, 16); j++)
+  for (int64_t j = run->count; j < round_up(run->count, 32); j++)
     run->keys[j] = run->keys[run->count - 1];
 }
 
