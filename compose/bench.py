@@ -4,28 +4,39 @@ Closed loop (`--concurrency N`, the default): N streams, each sends its next req
 one has ended. Open loop (`--rate R`: Poisson arrivals; `--trace FILE --replay`: the trace's own
 times): requests go out when they are due, even if earlier ones are still waiting.
 
-Lengths: see `bench_workload`. The table goes to stdout, the progress bar to stderr, everything as
-JSON to `--json`. Exit codes: 0 all requests were answered in full; 1 some were not; 2 the server or
-a flag cannot be used.
+Lengths: see `bench_workload`. The table goes to stdout, progress to stderr (a bar on a terminal,
+else a line every 10 s), everything as JSON to `--json`. SIGINT cuts what is running and shows the
+figures so far; a second one ends at once. Exit codes: 0 all requests were answered in full; 1 some
+were not; 2 the server or a flag cannot be used; 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import importlib.metadata
 import json
 import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import uvloop
 from tqdm import tqdm
 
-from pageferry.compose.bench_client import Load, Outcome, Result, Server, Unusable, discover, run
+from pageferry.compose.bench_client import (
+    Load,
+    Outcome,
+    Result,
+    Server,
+    Unusable,
+    Watch,
+    discover,
+    run,
+)
 from pageferry.compose.bench_figures import Figures, Slo, report, summarise
 from pageferry.compose.bench_workload import (
     SHAPES,
@@ -41,6 +52,7 @@ from pageferry.compose.bench_workload import (
 PROG = "pageferry bench"
 ASSUMED_CONTEXT = 4096
 """For servers that do not tell theirs."""
+PROGRESS_S = 10.0
 DEFAULT_REQUESTS = 64
 DEFAULT_CONCURRENCY = 8
 
@@ -92,7 +104,12 @@ def parser() -> argparse.ArgumentParser:
         type=count,
         help=f"number of requests [default: {DEFAULT_REQUESTS}]",
     )
-    load.add_argument("--trace", type=Path, help="take lengths from this .csv or .jsonl file")
+    load.add_argument(
+        "--trace",
+        type=Path,
+        help="take lengths from this file: a .csv with the columns TIMESTAMP, ContextTokens, "
+        "GeneratedTokens, or a .jsonl with timestamp (ms), input_length, output_length",
+    )
     load.add_argument(
         "--shape", choices=sorted(SHAPES), default="conversation", help="built-in lengths"
     )
@@ -134,8 +151,19 @@ def load_of(args: argparse.Namespace, requests: Sequence[Request]) -> tuple[Load
     return Load(tuple(requests), streams, key=key), f"closed loop, {streams} streams"
 
 
-async def measure(args: argparse.Namespace, requests: list[Request]) -> tuple[Server, str, Result]:
-    """Discover the server, send the requests; (server, description, what the client saw)."""
+@dataclass(frozen=True)
+class Measured:
+    server: Server
+    load: str
+    """What was sent, in words."""
+    requests: int
+    """How many were to be sent."""
+    result: Result
+    interrupted: bool
+
+
+async def measure(args: argparse.Namespace, requests: list[Request]) -> Measured:
+    """Discover the server, send the requests."""
     server = Server(
         args.url.rstrip("/").removesuffix("/v1"),
         args.model,
@@ -153,27 +181,60 @@ async def measure(args: argparse.Namespace, requests: list[Request]) -> tuple[Se
     if not server.exact:
         name += "; the server ends outputs where it likes (no ignore_eos)"
     say(f"{server.path}, {server.model}: {name}")
-    with tqdm(total=len(fitted), unit="request", disable=None, file=sys.stderr) as bar:
+    result, interrupted = await shown(server, load, len(fitted))
+    return Measured(server, name, len(fitted), result, interrupted)
+
+
+async def shown(server: Server, load: Load, total: int) -> tuple[Result, bool]:
+    """Run with progress on stderr; (what the client saw, whether SIGINT ended it early).
+
+    The first SIGINT comes as a cancellation, a second one as KeyboardInterrupt (asyncio.Runner).
+    """
+    with tqdm(total=total, unit="request", disable=None, file=sys.stderr) as bar:
 
         def ended(seen: Outcome) -> None:
             bar.update()
 
-        return server, name, await run(server, load, ended)
+        watch = Watch(ended=ended)
+        lines = asyncio.create_task(progress(watch.sent, total)) if bar.disable else None
+        running = asyncio.create_task(run(server, load, watch))
+        try:
+            return await asyncio.shield(running), False
+        except asyncio.CancelledError:
+            watch.stop.set()
+            return await running, True
+        finally:
+            if lines:
+                lines.cancel()
 
 
-def as_json(
-    args: argparse.Namespace, server: Server, name: str, result: Result, figures: Figures
-) -> dict[str, Any]:
+async def progress(sent: Sequence[Outcome], total: int) -> None:
+    """A line now and then, until it is cancelled."""
+    started = time.perf_counter()
+    while True:
+        await asyncio.sleep(PROGRESS_S)
+        seconds = time.perf_counter() - started
+        done = sum(o.end_s > 0 for o in sent)
+        # A running request of a server that does not count counts a token for each chunk.
+        tokens = sum(o.output_tokens or len(o.chunks) for o in sent)
+        say(
+            f"{seconds:.0f} s: {done} of {total} requests done, "
+            f"{tokens / seconds:.1f} tokens/s so far"
+        )
+
+
+def as_json(args: argparse.Namespace, measured: Measured, figures: Figures) -> dict[str, Any]:
     """Everything that was measured, the raw outcomes too, without the key."""
     flags = {k: v for k, v in vars(args).items() if k not in ("api_key", "json")}
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "version": importlib.metadata.version("pageferry"),
         "arguments": {k: str(v) if isinstance(v, Path) else v for k, v in flags.items()},
-        "server": {k: v for k, v in asdict(server).items() if k != "api_key"},
-        "load": name,
+        "server": {k: v for k, v in asdict(measured.server).items() if k != "api_key"},
+        "load": measured.load,
+        "interrupted": measured.interrupted,
         "figures": figures.as_json(),
-        "requests": [asdict(o) for o in result.outcomes],
+        "requests": [asdict(o) for o in measured.result.outcomes],
     }
 
 
@@ -181,24 +242,35 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def checked(args: argparse.Namespace) -> argparse.Namespace:
+    if not args.url.startswith(("http://", "https://")):
+        raise WorkloadError(f"--url {args.url} has no scheme: write http://{args.url}")
+    if args.json and not args.json.parent.is_dir():
+        raise WorkloadError(f"--json {args.json}: there is no folder {args.json.parent}")
+    return args
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     slo = Slo(args.slo_ttft_ms, args.slo_tpot_ms, args.slo_itl_ms)
     try:
-        if args.json and not args.json.parent.is_dir():
-            raise WorkloadError(f"--json {args.json}: there is no folder {args.json.parent}")
-        requests = workload(args)
-        server, name, result = uvloop.run(measure(args, requests))
+        requests = workload(checked(args))
+        measured = uvloop.run(measure(args, requests))
+        figures = summarise(measured.result, slo)
+        if measured.interrupted:
+            sent = len(measured.result.outcomes)
+            print(f"INTERRUPTED          {sent} of {measured.requests} requests had been sent")
+        print(report(figures, slo))
+        if args.json:
+            args.json.write_text(json.dumps(as_json(args, measured, figures)) + "\n")
     except (Unusable, WorkloadError) as error:
         say(f"{PROG}: {error}")
         return 2
     except KeyboardInterrupt:
         say(f"{PROG}: interrupted")
         return 130
-    figures = summarise(result, slo)
-    print(report(figures, slo))
-    if args.json:
-        args.json.write_text(json.dumps(as_json(args, server, name, result, figures)) + "\n")
+    if measured.interrupted:
+        return 130
     return 1 if figures.failed or not figures.completed else 0
 
 

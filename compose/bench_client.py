@@ -123,6 +123,18 @@ class Load:
         return ((f"{self.key}-o{i}", r) for i, r in enumerate(self.open))
 
 
+@dataclass
+class Watch:
+    """Shows a load while it runs, and ends it early."""
+
+    sent: list[Outcome] = field(default_factory=list)
+    """Running or ended, in the order of their starts."""
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set it: nothing more is sent, and what is running is cut."""
+    ended: Callable[[Outcome], None] = lambda _: None
+    """Called after each request."""
+
+
 @dataclass(frozen=True)
 class Result:
     outcomes: list[Outcome]
@@ -240,11 +252,10 @@ def _with(server: Server, **changes: Any) -> Server:
     return Server(**{**server.__dict__, **changes})
 
 
-async def run(
-    server: Server, load: Load, ended: Callable[[Outcome], None] = lambda _: None
-) -> Result:
-    """Send `load`; `ended` is called after each request. Outcomes in the order of their starts."""
-    outcomes: list[Outcome] = []
+async def run(server: Server, load: Load, watch: Watch | None = None) -> Result:
+    """Send `load`. Outcomes in the order of their starts."""
+    watch = watch or Watch()
+    outcomes = watch.sent
     closed = load.closed_requests()
     async with session(server) as client:
         started = time.perf_counter()
@@ -253,7 +264,7 @@ async def run(
             seen = Outcome(request, due, storm=storm)
             outcomes.append(seen)
             await stream(client, server, key, seen)
-            ended(seen)
+            watch.ended(seen)
 
         async def loop() -> None:
             for key, request in closed:
@@ -266,7 +277,7 @@ async def run(
 
         tasks = [asyncio.create_task(loop()) for _ in range(load.concurrency)]
         tasks += [asyncio.create_task(arrival(k, r)) for k, r in load.open_requests()]
-        await _finish(tasks, load.seconds)
+        await _finish(tasks, load.seconds, watch.stop)
         wall_s = time.perf_counter() - started
     for seen in outcomes:
         seen.due_s, seen.sent_s = seen.due_s - started, max(0.0, seen.sent_s - started)
@@ -275,11 +286,19 @@ async def run(
     return Result(outcomes, wall_s)
 
 
-async def _finish(tasks: list[asyncio.Task[None]], seconds: float | None) -> None:
-    """Until all have ended or the time is over; the rest is cut. A bug in a task is raised."""
-    done, pending = await asyncio.wait(tasks, timeout=seconds)
+async def _finish(
+    tasks: list[asyncio.Task[None]], seconds: float | None, stop: asyncio.Event
+) -> None:
+    """Until all have ended, the time is over or `stop`; the rest is cut. A task's bug is raised."""
+    whole = asyncio.ensure_future(asyncio.wait(tasks))
+    stopped = asyncio.ensure_future(stop.wait())
+    await asyncio.wait({whole, stopped}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    whole.cancel()
+    stopped.cancel()
+    pending = [task for task in tasks if not task.done()]
     for task in pending:
         task.cancel()
     await asyncio.gather(*pending, return_exceptions=True)
-    for task in done:
-        task.result()
+    for task in tasks:
+        if task not in pending:
+            task.result()

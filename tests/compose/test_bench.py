@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import signal
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -260,6 +262,63 @@ async def test_what_cannot_be_used_is_exit_code_2(fake, tmp_path, capsys):
     assert "there is no folder" in said
     with pytest.raises(SystemExit):
         bench.main(["--url", url, "--rate", "2", "--concurrency", "2"])
+
+
+async def test_sigint_cuts_and_shows_what_is_there(fake, tmp_path):
+    """A program of its own, whose stderr is no terminal: a line of progress, then SIGINT."""
+    _, url = fake
+    out = tmp_path / "out.json"
+    flags = ["--url", url, "--requests", "400", "--concurrency", "2", "--json", str(out)]
+    source = (
+        "import sys; from pageferry.compose import bench; bench.PROGRESS_S = 0.1;"
+        f"sys.exit(bench.main({[*flags, '--output-scale', '0.01']!r}))"
+    )
+    pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
+    program = await asyncio.create_subprocess_exec(sys.executable, "-c", source, **pipes)
+    async with asyncio.timeout(30):
+        assert program.stderr is not None
+        while b" 0 of 400" in (line := await program.stderr.readline()) or b" s: " not in line:
+            assert line
+        program.send_signal(signal.SIGINT)
+        table, said = await program.communicate()
+    assert b" of 400 requests done, " in line
+    assert b"tokens/s so far" in line
+    assert (program.returncode, b"Traceback" in said) == (130, False)
+    written = json.loads(out.read_text())
+    figures = written["figures"]
+    assert written["interrupted"]
+    assert figures["completed"] >= 1
+    assert figures["cut"] == 2
+    first, second, *_ = table.decode().splitlines()
+    sent = figures["completed"] + 2
+    assert first == f"INTERRUPTED          {sent} of 400 requests had been sent"
+    assert second.endswith(f"{figures['completed']} ok, 0 failed, 2 cut off at the end")
+
+
+async def test_a_second_sigint_ends_at_once(fake):
+    """While the first one's cutting hangs."""
+    _, url = fake
+    source = (
+        "import asyncio, sys; from pageferry.compose import bench\n"
+        "async def hangs(server, load, watch):\n"
+        "    await watch.stop.wait(); bench.say('cutting'); await asyncio.sleep(600)\n"
+        f"bench.run = hangs; sys.exit(bench.main(['--url', {url!r}]))"
+    )
+    pipe = asyncio.subprocess.PIPE
+    program = await asyncio.create_subprocess_exec(sys.executable, "-c", source, stderr=pipe)
+    async with asyncio.timeout(30):
+        assert program.stderr is not None
+        assert b"closed loop" in await program.stderr.readline()
+        program.send_signal(signal.SIGINT)
+        assert await program.stderr.readline() == b"cutting\n"
+        program.send_signal(signal.SIGINT)
+        said = await program.stderr.read()
+        assert (await program.wait(), said) == (130, b"pageferry bench: interrupted\n")
+
+
+def test_a_url_needs_its_scheme(capsys):
+    assert bench.main(["--url", "127.0.0.1:8000"]) == 2
+    assert "no scheme: write http://127.0.0.1:8000" in capsys.readouterr().err
 
 
 def test_a_chunk_without_text_that_only_ends_is_no_token():

@@ -79,12 +79,32 @@ async def test_without_another_worker_sequences_finish_before_the_drained_one_le
     assert await _metric(http, stack.url, "request_resubmissions") == 0
 
 
-async def test_draining_an_unknown_worker_is_refused(
+async def test_the_next_worker_is_drained_when_the_last_one_has_been_replaced(
     make_stack: Any, http: aiohttp.ClientSession, capsys: Any
 ) -> None:
+    """And an unknown one is refused."""
     stack = make_stack()
     async with http.post(stack.url + "/v1/workers/nobody/drain") as reply:
         assert reply.status == 404
         assert (await reply.json())["error"]["code"] == "worker_not_found"
     assert await asyncio.to_thread(drain_main, ["nobody", "--url", stack.url]) == 1
     assert "nobody" in capsys.readouterr().err
+
+    old = {w["role"]: w["id"] for w in await asyncio.to_thread(stack.workers)}
+    roll = [old["decode"], old["prefill"], "--url", stack.url]
+    draining = asyncio.create_task(asyncio.to_thread(drain_main, roll))
+    await _wait_for(lambda: old["decode"] not in {w["id"] for w in stack.workers()})
+    assert [w["state"] for w in stack.workers() if w["id"] == old["prefill"]] != ["draining"]
+    stack.start("decode", kv_memory_mib=512)
+    assert await draining == 0
+    [left] = await asyncio.to_thread(stack.workers)
+    assert (left["role"], left["state"]) == ("decode", "ready")
+    assert capsys.readouterr().out.splitlines() == [
+        f"{old['decode']} is draining",
+        f"{old['decode']} has left",
+        "waiting for a replacement: 0 of 1 decode workers ready",
+        f"{old['decode']} has been replaced: 1 of 1 decode workers ready",
+        f"{old['prefill']} is draining",
+        f"{old['prefill']} has left",
+    ]
+    await _wait_for(lambda: not stack.of("prefill"))  # out of the registry, then it exits
