@@ -45,7 +45,7 @@ MAX_THREADS = 4
 
 class Gateway:
     def __init__(self, settings: GatewaySettings, model: str, tokenizer: Tokenizer) -> None:
-        """`ValueError` when keys, certificate, origins or the Redis URL cannot be used."""
+        """`ValueError` or `OSError` if keys, certificate, origins or Redis URL cannot be used."""
         self.settings = settings
         self.id = f"gw-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.keys = Keys(model)
@@ -66,6 +66,8 @@ class Gateway:
             lambda: self.watcher.losses,
             self.health,
         )
+        self._threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "prepare")
+        self._long_threads = ThreadPoolExecutor(num_lanes(), "prepare-long")
         self._calls = self._make_calls(model, tokenizer)
         self._operations = self._make_operations(model)
         self._tasks: list[asyncio.Task[None]] = []
@@ -73,8 +75,6 @@ class Gateway:
         """Gets the exception of a background task that ended: a bug, the process must go."""
 
     def _make_calls(self, model: str, tokenizer: Tokenizer) -> Calls:
-        self._threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "prepare")
-        self._long_threads = ThreadPoolExecutor(num_lanes(), "prepare-long")
         context = CallContext(
             self.settings,
             model,
@@ -125,15 +125,6 @@ class Gateway:
     def port(self) -> int:
         """Where it listens; 0 before `start`."""
         return self.front.port
-
-    @property
-    def can_reload(self) -> bool:
-        """There are files that `reload` reads."""
-        return self.front.can_reload
-
-    def reload(self) -> None:
-        """Read API keys and certificate again; what cannot be used leaves the old ones valid."""
-        self.front.reload()
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and not self.failed.done():

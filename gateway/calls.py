@@ -188,12 +188,9 @@ class Calls:
         except (ClientGone, ConnectionError) as error:
             log.info("answer %s cut off: %s", shape.id, error)
             return answer
-        except ApiError as error:
-            outcome, cause = "error", error
-            raise
         except Exception as error:
             outcome, cause = "error", as_api_error(error, context.metrics, request_id(request))
-            raise cause from error
+            raise cause  # noqa: B904 - it is `error`, or has it as its cause
         finally:
             for choice in choices:
                 context.dispatcher.end(choice.generation, outcome, cause)

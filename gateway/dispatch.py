@@ -64,6 +64,8 @@ CAUSES = {
 """Causes of resubmission by the code of a REQUEUE event; others are no fault of the request."""
 BLAMED = ("worker_death", "worker_failure", "handoff_failed")
 MAX_PAUSE_S = 2.0
+STRANGER_PAUSE_S = 0.1
+"""Before what a stranger fetched goes out again; perhaps the next look at the registry shows it."""
 
 
 class Dispatcher:
@@ -118,11 +120,13 @@ class Dispatcher:
                 await asyncio.gather(*results)
             taken = True
         except TimeoutError:
-            raise unavailable("Redis does not answer; try again.", "redis_unavailable", 2) from None
+            pass  # raised below: with this one as its context it would keep these frames
         finally:
             for job in jobs:
                 if job is not None:
                     job.wanted = taken
+        if not taken:
+            raise unavailable("Redis does not answer; try again.", "redis_unavailable", 2)
 
     def end(self, generation: Generation, outcome: str, error: ApiError | None = None) -> None:
         """Close a generation for good; if a worker has it, that worker is told. Idempotent."""
@@ -233,20 +237,24 @@ class Dispatcher:
     def tick(self) -> None:
         """Enforce deadlines; end what nobody can take; resubmit what is doubted and silent."""
         now = self._loop.time()
-        silence = 2 * self._settings.lease_s + 1
+        silence, patience = 2 * self._settings.lease_s + 1, self._settings.worker_wait_s
         for generation in list(self.generations.values()):
             if not generation.active:
                 continue
+            if self._has_hope(generation):
+                generation.hopeless_since = None
+            elif generation.hopeless_since is None:
+                generation.hopeless_since = now
             if now >= generation.deadline:
                 error = out_of_time(self._settings.request_timeout_s)
                 self.end(generation, "error", error)
-            elif self._is_hopeless(generation, now):
+            elif now - (generation.hopeless_since or now) > patience:
                 self._end_or_move(generation)
             elif now - (generation.doubted_since or now) > silence:
                 self.resubmit(generation, "lost")
 
-    def _is_hopeless(self, generation: Generation, now: float) -> bool:
-        """Whether nobody could ever take it, or take it over, for `worker_wait_s`.
+    def _has_hope(self, generation: Generation) -> bool:
+        """Whether somebody who is here could take it some day, or take it over.
 
         What a decode worker has is left to it, also while that one drains. A prefill worker hands
         over to decode workers with its own weights.
@@ -254,12 +262,7 @@ class Dispatcher:
         holder = self._fleet.records.get(generation.holder)
         maker = holder.id if holder else generation.maker
         is_decoding = holder is not None and holder.role == "decode"
-        if is_decoding or not self._fleet.why_nobody(generation.num_tokens, maker):
-            generation.hopeless_since = None
-        elif generation.hopeless_since is None:
-            generation.hopeless_since = now
-        since = generation.hopeless_since
-        return since is not None and now - since > self._settings.worker_wait_s
+        return is_decoding or not self._fleet.why_nobody(generation.num_tokens, maker)
 
     def _end_or_move(self, generation: Generation) -> None:
         """Tell the client, unless it is only its holder that cannot get on with it."""
@@ -289,7 +292,8 @@ class Dispatcher:
             return
         holder = generation.holder
         self._recall(generation)
-        generation.next_epoch()
+        by_stranger = cause == "other_weights"
+        generation.next_epoch(was_tried=not by_stranger)
         blames = 0
         if cause in BLAMED:
             blames = generation.blame(for_handoff=cause == "handoff_failed")
@@ -306,14 +310,17 @@ class Dispatcher:
             generation.parked = False
             generation.wake.set()
             return
-        pause = 0.0
-        if generation.fruitless > 1:
+        pause = STRANGER_PAUSE_S if by_stranger else 0.0
+        if generation.fruitless > 1 and not by_stranger:
             pause = min(MAX_PAUSE_S, 0.05 * 2**generation.fruitless)
         generation.send_at = self._loop.time() + pause
         self._loop.call_later(pause, self._send_again, generation, generation.epoch)
 
     def _send_again(self, generation: Generation, epoch: int) -> None:
-        """Send out what is parked, unless it is a suspect and another one is out."""
+        """Send out what is parked, unless it is a suspect and another one is out.
+
+        A suspect that nobody can take now gives way to the next; `reroute` comes back to it.
+        """
         if not generation.active or not generation.parked or generation.epoch != epoch:
             return
         if generation.is_suspect:
@@ -322,6 +329,8 @@ class Dispatcher:
             if self._isolated is not generation:
                 return
         self._push(generation, None)
+        if generation.parked and generation is self._isolated:
+            self._isolated = None
 
     def _next_suspect(self) -> None:
         """The isolated one has ended or is cleared: the next one may go out."""
@@ -330,7 +339,8 @@ class Dispatcher:
         for generation in list(self.generations.values()):
             if generation.is_suspect and generation.parked and generation.send_at <= now:
                 self._send_again(generation, generation.epoch)
-                return
+                if self._isolated is not None:
+                    return
 
     def _give_up(self, generation: Generation) -> None:
         self._outbox.put(Job([dead_letter(generation, self._keys)], keep=True))

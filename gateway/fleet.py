@@ -61,8 +61,9 @@ class Fleet:
         """Whether `worker` has the weights that made a sequence's tokens: those of `maker`.
 
         Both are ids, of workers live or gone. Without a maker there are no tokens, and anybody may.
-        A maker that came and went between two looks at the registry had the weights of all others
-        if these agree, else nobody may.
+        A maker that came and went between two looks at the registry is taken to have had the
+        weights of all others if these agree, else nobody may. A worker that is not yet in the
+        registry may not.
         """
         if not maker:
             return True
@@ -87,9 +88,8 @@ class Fleet:
 
     def _takers(self, num_tokens: int, maker: str) -> Iterator[WorkerRecord]:
         """Ready decode workers that may and can hold the sequence, if not at this moment."""
-        for record in self._decoders():
-            has_room = record.state == "ready" and capacity(record) > num_tokens
-            if has_room and self.may_continue(record.id, maker):
+        for record in self.ready("decode"):
+            if capacity(record) > num_tokens and self.may_continue(record.id, maker):
                 yield record
 
     def why_nobody(self, num_tokens: int, maker: str = "") -> str:
@@ -113,7 +113,7 @@ class Fleet:
 
     @property
     def has_decode(self) -> bool:
-        return any(r.role == "decode" and r.state == "ready" for r in self.records.values())
+        return bool(self.ready("decode"))
 
     @property
     def longest_sequence(self) -> int:

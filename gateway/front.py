@@ -96,9 +96,11 @@ class Front:
 
     @property
     def can_reload(self) -> bool:
+        """There are files that `reload` reads."""
         return bool(self._settings.api_keys_file) or self._tls is not None
 
     def reload(self) -> None:
+        """Read API keys and certificate again; what cannot be used leaves the old ones valid."""
         try:
             self._access.load()
             log.info("API keys read: %d", len(self._access))

@@ -79,7 +79,10 @@ def log_text(generation: Generation, tokenizer: TokenTexts) -> None:
 
 
 def call_end(client_id: str, key: str, error: BaseException, seconds: float) -> None:
-    """The line of a call that ended before it was queued; `seconds` since its headers came."""
+    """The line of a call that ended before it was queued.
+
+    `seconds` since its headers came; 0 where aiohttp refuses it by itself, before our handlers.
+    """
     api = error if isinstance(error, ApiError) else None
     outcome = "refused" if api else "abort"
     if api is not None and api.status >= 500:

@@ -110,7 +110,8 @@ async def serve(settings: GatewaySettings, model: str, tokenizer: Tokenizer) -> 
         await gateway.start()
     except OSError as error:
         fail(f"cannot listen on {settings.host}:{settings.port}: {error}")
-    loop.add_signal_handler(signal.SIGHUP, gateway.reload if gateway.can_reload else stop.set)
+    front = gateway.front
+    loop.add_signal_handler(signal.SIGHUP, front.reload if front.can_reload else stop.set)
     gateway.failed.add_done_callback(lambda _: stop.set())
     await stop.wait()
     broken = gateway.failed.exception() if gateway.failed.done() else None

@@ -94,7 +94,8 @@ class Generation:
     """In a row, likewise."""
     resubmissions: int = 0
     fruitless: int = 0
-    """Resubmissions in a row without a new token; sets the pause before the next."""
+    """Resubmissions in a row without a new token, as far as they count (see `next_epoch`); sets
+    the pause before the next."""
     send_at: float = 0.0
     """While parked after a resubmission: when it may go out again."""
     tokens_at_submission: int = 0
@@ -174,8 +175,11 @@ class Generation:
         self.deaths += 1
         return self.deaths
 
-    def next_epoch(self) -> None:
-        """Leave whoever has it: nothing that they say counts from now on."""
+    def next_epoch(self, *, was_tried: bool = True) -> None:
+        """Leave whoever has it: nothing that they say counts from now on.
+
+        Unless it `was_tried`, that no token came tells nothing.
+        """
         self.epoch += 1
         self.resubmissions += 1
         self.entry = None
@@ -184,8 +188,10 @@ class Generation:
         self.doubted_since = None
         if self.has_progressed:
             self.deaths = self.failed_handoffs = 0
-        progressed = len(self.tokens) > self.tokens_at_submission
-        self.fruitless = 0 if progressed else self.fruitless + 1
+        if len(self.tokens) > self.tokens_at_submission:
+            self.fruitless = 0
+        elif was_tried:
+            self.fruitless += 1
         self.tokens_at_submission = len(self.tokens)
 
     def close(self, outcome: str, error: ApiError | None = None) -> None:

@@ -104,12 +104,14 @@ def as_api_error(error: Exception, metrics: GatewayMetrics, client_id: str) -> A
     """`error` itself, or a 500 for what nobody expected, which is counted and logged.
 
     The text of an unexpected error may quote the request: only its class is logged, with the place,
-    and the client gets neither.
+    and the client gets neither. Its traceback is dropped: generations keep their error, its frames
+    keep those.
     """
     if isinstance(error, ApiError):
         return error
     metrics.count(names.INTERNAL_ERRORS)
     log.error("unexpected %s at %s client_id=%s", type(error).__name__, place(error), client_id)
+    error.__traceback__ = None
     text = "The gateway failed on this request; it is logged."
     failure = ApiError(500, text, "server_error", "internal_error")
     failure.__cause__ = error
@@ -152,7 +154,8 @@ class JsonRequestHandler(RequestHandler):
         """What aiohttp leaves undone where HTTP turns out to be malformed.
 
         The frames of the error hold `data` and this object, which holds the error: 64 KiB wait for
-        the garbage collector. And whoever reads a body that breaks off waits for the rest.
+        the garbage collector. And whoever reads a body that breaks off, at once or when the calls
+        before it are done, waits for the rest.
         """
         super().data_received(data)
         if not self._messages:
@@ -161,9 +164,12 @@ class JsonRequestHandler(RequestHandler):
         if not isinstance(latest, _ErrInfo):
             return
         latest.exc.__traceback__ = None
-        request = self._current_request
-        if request is not None and not request.content.is_eof():
-            request.content.set_exception(web.RequestPayloadError(type(latest.exc).__name__))
+        bodies = [body for _, body in self._messages]
+        if self._current_request is not None:
+            bodies.append(self._current_request.content)
+        for body in bodies:
+            if not body.is_eof():
+                body.set_exception(web.RequestPayloadError(type(latest.exc).__name__))
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
         """What is left of a body after its answer may be malformed: no error of ours."""

@@ -57,7 +57,8 @@ GATEWAY_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
         "Sequences given to another worker, by cause: worker_death, worker_failure, "
         "handoff_failed, requeue, gap, lost (Redis lost it), "
         "reroute (nobody would have fetched it, or taken it over from its prefill worker), "
-        "other_weights (one fetched it that has other weights than began it).",
+        "other_weights (one fetched it that has other weights than began it, or is not in the "
+        "registry yet).",
         ("cause",),
     ),
     DUPLICATE_TOKENS: ("Tokens dropped because they were stale or had arrived before.", ()),

@@ -343,10 +343,10 @@ async def test_rotation_without_restart(guarded: Cluster, tmp_path: Path) -> Non
 
     keys_file(file, f'[keys.next]\nsha256 = "{sha(new)}"\n')
     assert await status(new) == 401, "not read yet"
-    gateway.reload()
+    gateway.front.reload()
     assert [await status(key) for key in (new, ALICE, BOB, "old")] == [200, 200, 200, 401]
     os.remove(file)
-    gateway.reload()
+    gateway.front.reload()
     assert await status(new) == 200, "a reload that fails changes nothing"
 
 

@@ -166,6 +166,29 @@ async def test_bystanders_of_a_poisonous_request_are_not_condemned_with_it(
     assert await victims[0].client.xlen(victims[0].keys.dead) == 1
 
 
+async def test_a_suspect_that_nobody_can_take_gives_way_to_the_next(cluster: Cluster) -> None:
+    gateway = await cluster.gateway(worker_wait_s=60)
+    large = await cluster.worker("decode", step_s=30)
+    await cluster.worker("decode", max_model_len=80, num_pages=10)
+    calls = []
+    for prompt in (PROMPT * 2, PROMPT):  # the small worker holds only the second
+        fields = {"prompt": prompt, "max_tokens": 30}
+        calls.append(asyncio.create_task(cluster.events(**fields)))
+        await cluster.until(lambda: len(cluster.generations()) == len(calls))
+        await started(cluster, 1)
+    suspects = cluster.generations()
+    for suspect in suspects * 2:
+        gateway.dispatcher.resubmit(suspect, "worker_death")
+    await cluster.until(lambda: not suspects[0].parked)
+    assert [s.is_suspect and s.parked for s in suspects] == [False, True]
+    await large.retire()
+    async with asyncio.timeout(15):
+        assert await text_of(calls[1]) == PROMPT[:30]
+    assert suspects[0].parked
+    await cluster.worker("decode")
+    assert await text_of(calls[0]) == PROMPT[:30]
+
+
 async def test_deaths_count_only_in_a_row(service: Cluster) -> None:
     """A long stream outlives any number of workers, as long as each gets it on."""
     service.workers[0].step_s = 0.02

@@ -218,6 +218,19 @@ async def test_one_line_for_malformed_http(calls: Calls) -> None:
     writer.transport.abort()
 
 
+async def test_a_pipelined_body_that_breaks_off_is_refused_in_its_turn(calls: Calls) -> None:
+    calls.cluster.workers[1].prefill_s = 0.4
+    body = json.dumps(BODY | {"max_tokens": 1}).encode()
+    first = b"Content-Length: %d\r\n\r\n" % len(body) + body
+    chunked = HEAD.format("second").encode() + b"Transfer-Encoding: chunked\r\n\r\n"
+    _, writer = await calls.raw("first", first + chunked)
+    await calls.cluster.until(calls.cluster.generations)
+    writer.write(b"zz\r\n")
+    assert await calls.line("second") == "call_end default refused 400 ApiError"
+    assert await calls.line("first") == "request_end default length 200 -"
+    writer.transport.abort()
+
+
 async def test_one_line_for_a_call_that_fails(
     calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:

