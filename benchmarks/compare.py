@@ -205,7 +205,7 @@ def main() -> int:
         result: dict[str, Any] = {
             "date": report.today(),
             "machine": report.machine(cores),
-            "arguments": {k: str(v) for k, v in vars(args).items()},
+            "arguments": report.arguments(args),
             "model": model.name,
             "max_model_len": limit,
             "slo": str(slo),

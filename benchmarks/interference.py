@@ -208,7 +208,7 @@ def main() -> int:
         result: dict[str, Any] = {
             "date": report.today(),
             "machine": report.machine(cores),
-            "arguments": {k: str(v) for k, v in vars(args).items()},
+            "arguments": report.arguments(args),
             "model": model.name,
             "seconds": args.seconds,
             "systems": {},

@@ -5,6 +5,7 @@ matplotlib is optional (`pip install pageferry[bench]`); without it there are ta
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.util
 import os
@@ -18,6 +19,11 @@ HAS_PLOTS = importlib.util.find_spec("matplotlib") is not None
 MIN_SAMPLES = 20
 """Of the page ledgers: 10 s."""
 COLOURS = ("#1f6fb2", "#d9822b", "#3d9970", "#8e5ea2", "#b23a48", "#6b6b6b", "#c4a000")
+
+
+def arguments(args: argparse.Namespace) -> dict[str, str]:
+    """For a result file: what was asked for. Directories say nothing to others."""
+    return {k: str(v) for k, v in vars(args).items() if k not in ("peers", "out")}
 
 
 def today() -> str:

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import grid, machine, today
+from report import arguments, grid, machine, today
 
 from pageferry.kvtransfer import metric_names
 from pageferry.kvtransfer.handoff import TRANSPORTS, Identity, Intake, host_id
@@ -435,7 +435,7 @@ def main() -> None:
         result = {
             "date": today(),
             "machine": machine([args.prefill_core, args.decode_core]),
-            "arguments": {k: str(v) for k, v in vars(args).items()},
+            "arguments": arguments(args),
             "handoffs": rows,
             "decode_steps": steps,
         }
