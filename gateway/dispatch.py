@@ -96,10 +96,10 @@ class Dispatcher:
     # --- what handlers call ----------------------------------------------------------------
 
     async def submit(self, generations: Sequence[Generation]) -> None:
-        """Queue new generations. `ApiError` 503 when Redis or the decode workers are missing."""
-        if not self._fleet.has_decode:
+        """Queue new generations. `ApiError` 503: Redis is away, or no decode worker takes any."""
+        if reason := self._fleet.why_not_ready():
             self._metrics.count(names.REQUESTS_REFUSED, 1, "503")
-            raise nobody(self._fleet.why_not_ready())
+            raise nobody(reason)
         results: list[asyncio.Future[None]] = []
         jobs: list[Job | None] = []
         taken = False

@@ -148,8 +148,12 @@ class Fleet:
 
     def why_not_ready(self) -> str:
         """Empty when requests can be served, else the reason in one sentence."""
-        if self.has_decode:
+        ready = self.ready("decode")
+        if any(not is_blocked(r) for r in ready):
             return ""
+        if ready:
+            ids = ", ".join(sorted(r.id for r in ready))
+            return f"Every decode worker is short of memory and takes nothing new: {ids}."
         states = sorted(f"{r.id} is {r.state}" for r in self._decoders())
         if states:
             return f"No decode worker is ready: {', '.join(states)}."

@@ -268,6 +268,21 @@ async def test_workers_that_are_short_of_memory_get_no_prompts(cluster: Cluster)
     assert (len(short.accepted), len(roomy.accepted)) == (0, 1)
 
 
+async def test_nothing_is_queued_while_all_decode_workers_are_short_of_memory(
+    cluster: Cluster,
+) -> None:
+    await cluster.gateway()
+    await cluster.worker("prefill")
+    short = await cluster.worker("decode", stats={"device_health": 2.0})
+    await cluster.until(lambda: cluster.gateways[0].fleet.has_prefill)
+    for status, body in (await cluster.post(**FIELDS), await cluster.get("/ready")):
+        assert status == 503
+        assert "short of memory" in body["error"]["message"]
+    short.stats = {}
+    await cluster.until(lambda: not cluster.gateways[0].fleet.why_not_ready())
+    assert (await cluster.post(**FIELDS))[0] == 200
+
+
 @pytest.mark.parametrize("at", [0, 7])
 async def test_duplicates(service: Cluster, at: int) -> None:
     for worker in service.workers:
