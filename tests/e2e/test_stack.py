@@ -64,6 +64,41 @@ async def test_the_openai_client_works_unmodified(make_stack: Any) -> None:
         assert usage.prompt_tokens == 33
 
 
+async def test_prefill_samples_one_token_whatever_the_budget(make_stack: Any) -> None:
+    stack = make_stack()
+    budgets: list[dict[str, Any]] = [
+        {"max_completion_tokens": 12},
+        {"max_tokens": 20, "extra_body": {"min_tokens": 10}},
+        {"max_tokens": 30, "max_completion_tokens": 15},
+    ]
+    prompted = sampled = 0
+    async with openai.AsyncOpenAI(base_url=stack.url + "/v1", api_key="none") as client:
+        for i, budget in enumerate(budgets):
+            done = await client.chat.completions.create(
+                model=MODEL,
+                messages=[{"role": "user", "content": f"{i}: count to a thousand, {COUNT} 6, 7"}],
+                temperature=0,
+                **budget,
+            )
+            assert done.usage is not None
+            assert done.usage.completion_tokens == (12, 20, 15)[i]
+            details = done.usage.prompt_tokens_details
+            prompted += done.usage.prompt_tokens - ((details and details.cached_tokens) or 0)
+            sampled += done.usage.completion_tokens
+
+    def counted() -> tuple[int, int]:
+        stats = {w["role"]: w["stats"] for w in stack.workers()}
+        return (
+            stats["prefill"]["worker_prompt_tokens_total"],
+            stats["decode"]["worker_generation_tokens_total"],
+        )
+
+    # A worker publishes its statistics with each heartbeat.
+    async with asyncio.timeout(20):
+        while await asyncio.to_thread(counted) != (prompted, sampled - len(budgets)):
+            await asyncio.sleep(0.1)
+
+
 async def test_a_disconnect_gives_pages_back_in_every_state(make_stack: Any) -> None:
     stack = make_stack()
     body = {
