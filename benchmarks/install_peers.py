@@ -4,8 +4,8 @@
 
 Per peer: a virtual environment, its packages, then the model in the peer's own format. torch is
 pinned; where pip finds a `+cpu` build of it, that one is taken, and otherwise the packages of CUDA
-come with it (gigabytes). llama.cpp is compiled for this processor, which takes some minutes and a
-C++ compiler.
+come with it (gigabytes). llama.cpp is compiled for this processor, which takes a C++ compiler and,
+on two cores, up to an hour.
 """
 
 from __future__ import annotations
