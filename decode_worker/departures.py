@@ -27,7 +27,7 @@ from pageferry.kvtransfer.handoff import HandoffFailed
 from pageferry.kvtransfer.handoff_client import Handoff
 from pageferry.kvtransfer.retries import growing_pause
 from pageferry.kvtransfer.tasks import end_tasks
-from pageferry.kvtransfer.wire import Cancel, Event, Kind, Request
+from pageferry.kvtransfer.wire import Cancel, Event, Kind, Request, ttl_left_ms
 from pageferry.kvtransfer.worker_bus import WorkerBus
 from pageferry.kvtransfer.worker_setup import WorkerParts
 
@@ -120,7 +120,7 @@ class Departures:
     def _departure(self, sequence: Sequence) -> Departure:
         """The last token is known but not computed: it travels as the handoff's first token."""
         computed = sequence.token_ids[: sequence.num_computed_tokens]
-        left_ms = max(1, int((sequence.ends_at - time.monotonic()) * 1000))
+        left_ms = ttl_left_ms(sequence.ends_at, time.monotonic())
         request = dataclasses.replace(sequence.request, token_ids=computed, ttl_ms=left_ms)
         hashes = self._parts.pool.hash_prefix(computed, request.salt)
         return Departure(sequence, request, hashes)

@@ -37,14 +37,13 @@ from pageferry.kvtransfer.heartbeat import EngineStuck
 from pageferry.kvtransfer.keys import FIELD
 from pageferry.kvtransfer.page_use import live_tokens
 from pageferry.kvtransfer.settings import DecodeSettings, SettingsError
+from pageferry.kvtransfer.sockets import LOOPBACK
 from pageferry.kvtransfer.tasks import end_tasks
 from pageferry.kvtransfer.wire import Cancel, Event, Kind, Request, WireError, WorkerRecord, unpack
 from pageferry.kvtransfer.worker_bus import BLOCK_S, BusCallbacks, WorkerBus
 from pageferry.kvtransfer.worker_setup import WorkerParts
 
 log = logging.getLogger(__name__)
-
-LOOPBACK = ("127.", "::1", "localhost")
 
 
 class DecodeWorker:

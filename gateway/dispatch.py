@@ -47,6 +47,7 @@ from pageferry.gateway.requests import Entry, Generation, Verdict
 from pageferry.kvtransfer import metric_names as names
 from pageferry.kvtransfer.bus import control_command
 from pageferry.kvtransfer.keys import FIELD, PREFILL_GROUP, Keys
+from pageferry.kvtransfer.retries import growing_pause
 from pageferry.kvtransfer.settings import GatewaySettings
 from pageferry.kvtransfer.wire import Cancel, Event, Kind, pack, pack_control
 
@@ -63,7 +64,7 @@ CAUSES = {
 }
 """Causes of resubmission by the code of a REQUEUE event; others are no fault of the request."""
 BLAMED = ("worker_death", "worker_failure", "handoff_failed")
-MAX_PAUSE_S = 2.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 2.0
 STRANGER_PAUSE_S = 0.1
 """Before what a stranger fetched goes out again; perhaps the next look at the registry shows it."""
 
@@ -310,9 +311,11 @@ class Dispatcher:
             generation.parked = False
             generation.wake.set()
             return
-        pause = STRANGER_PAUSE_S if by_stranger else 0.0
-        if generation.fruitless > 1 and not by_stranger:
-            pause = min(MAX_PAUSE_S, 0.05 * 2**generation.fruitless)
+        pause = 0.0
+        if by_stranger:
+            pause = STRANGER_PAUSE_S
+        elif generation.fruitless > 1:
+            pause = growing_pause(generation.fruitless - 1, FIRST_PAUSE_S, MAX_PAUSE_S)
         generation.send_at = self._loop.time() + pause
         self._loop.call_later(pause, self._send_again, generation, generation.epoch)
 

@@ -19,6 +19,7 @@ from pageferry.gateway.metrics import GatewayMetrics
 from pageferry.gateway.operations import Operations
 from pageferry.gateway.web_errors import JsonRunner, add_request_id, errors_as_json
 from pageferry.kvtransfer.settings import GatewaySettings
+from pageferry.kvtransfer.sockets import LOOPBACK
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +27,6 @@ KEEPALIVE_S = 75.0
 """Seconds without a request after which a client's idle connection is closed."""
 CLOSING_S = 2.0
 """For handlers to send their last bytes."""
-LOOPBACK = ("127.", "::1", "localhost")
 
 
 class Front:

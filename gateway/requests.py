@@ -19,7 +19,14 @@ from array import array
 from dataclasses import dataclass, field
 
 from pageferry.gateway.errors import ApiError
-from pageferry.kvtransfer.wire import Event, Kind, Request, SamplingParams, TokenLogprob
+from pageferry.kvtransfer.wire import (
+    Event,
+    Kind,
+    Request,
+    SamplingParams,
+    TokenLogprob,
+    ttl_left_ms,
+)
 
 PROGRESS_TOKENS = 2
 """New tokens after which a request is not to blame for earlier deaths: with the first one a prefill
@@ -164,7 +171,7 @@ class Generation:
             sampling=self.sampling,
             queue_class=self.queue_class,
             salt=self.salt,
-            ttl_ms=max(1, int((self.deadline - now) * 1000)),
+            ttl_ms=ttl_left_ms(self.deadline, now),
         )
 
     def blame(self, *, for_handoff: bool) -> int:

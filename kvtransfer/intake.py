@@ -47,7 +47,7 @@ from pageferry.kvtransfer.handoff import (
 from pageferry.kvtransfer.incoming import Incoming, Outgoing, Peer
 from pageferry.kvtransfer.layout import KVLayout
 from pageferry.kvtransfer.pool import OutOfPages, PagePool
-from pageferry.kvtransfer.wire import Event, Kind, Request, WireError
+from pageferry.kvtransfer.wire import Event, Kind, Request, WireError, ttl_left_ms
 
 log = logging.getLogger(__name__)
 
@@ -350,7 +350,7 @@ class IntakeTable:
         self._pool.commit(handoff.reserved)
         self._pool.register(pages[: len(handoff.hashes)], handoff.hashes)
         del self._table[handoff.key]
-        left_ms = max(1, int((handoff.ends_at - self._clock()) * 1000))
+        left_ms = ttl_left_ms(handoff.ends_at, self._clock())
         intake = Intake(
             request=dataclasses.replace(handoff.request, ttl_ms=left_ms),
             page_ids=pages,

@@ -27,6 +27,8 @@ from typing import Any, Protocol
 
 from pageferry.kvtransfer.frames import HEADER, FrameError, Message, decode, encode, parse_header
 
+LOOPBACK = ("127.", "::1", "localhost")
+"""How addresses begin that only this host reaches."""
 POLL_S = 0.1
 IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)
 """Buffers that one sendmsg or recvmsg takes."""

@@ -125,6 +125,11 @@ _FLOAT_FIELDS = [f.name for f in fields(SamplingParams) if f.type == "float"]
 _INT_FIELDS = [f.name for f in fields(SamplingParams) if f.type == "int"]
 
 
+def ttl_left_ms(ends_at: float, now: float) -> int:
+    """`Request.ttl_ms` of one that ends at `ends_at`, both in seconds of one clock; at least 1."""
+    return max(1, int((ends_at - now) * 1000))
+
+
 @dataclass(frozen=True)
 class Request:
     """One sequence to generate. A client call with n > 1 or several prompts is several of these."""

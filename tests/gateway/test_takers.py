@@ -24,6 +24,20 @@ def nonsense(event: Event) -> list[Event]:
     return [dataclasses.replace(event, token_ids=(ord("X"),) * len(event.token_ids))]
 
 
+def give_back(event: Event) -> list[Event]:
+    return [dataclasses.replace(event, kind=Kind.REQUEUE, token_ids=(), code="preempted")]
+
+
+async def requeued(service: Cluster) -> asyncio.Task[list[Any]]:
+    """A call that its decode worker gives back after nine tokens; no prefill worker claims it."""
+    decode, prefill = service.workers
+    decode.mangle, decode.step_s = once(give_back, 9), 0.03
+    call = asyncio.create_task(service.events(**FIELDS))
+    await started(service, 1)
+    prefill.claims = False
+    return call
+
+
 async def no_taker(call: asyncio.Task[list[Any]], reason: str) -> None:
     """The stream ends with the error event that says so, long before its deadline."""
     async with asyncio.timeout(20):
@@ -48,15 +62,7 @@ async def test_a_continuation_goes_to_the_weights_that_began_it(service: Cluster
 
 async def test_one_that_others_have_fetched_is_taken_back(service: Cluster) -> None:
     """It went to the shared queue when all had the same weights; then other workers came."""
-    decode, prefill = service.workers
-
-    def give_back(event: Event) -> list[Event]:
-        return [dataclasses.replace(event, kind=Kind.REQUEUE, token_ids=(), code="preempted")]
-
-    decode.mangle, decode.step_s = once(give_back, 9), 0.03
-    call = asyncio.create_task(service.events(**FIELDS))
-    await started(service, 1)
-    prefill.claims = False
+    call = await requeued(service)
     await service.until(lambda: [g for g in service.generations() if g.epoch and g.entry])
     other = await service.worker("prefill", claims=False, mangle=nonsense, **OTHER)
     await service.worker("decode", mangle=nonsense, **OTHER)
@@ -72,14 +78,7 @@ async def test_a_worker_that_the_registry_does_not_show_yet_raises_no_pause(
     """After a restart it may fetch a continuation before the next look, again and again."""
     decode, prefill = service.workers
     dispatcher = service.gateways[0].dispatcher
-
-    def give_back(event: Event) -> list[Event]:
-        return [dataclasses.replace(event, kind=Kind.REQUEUE, token_ids=(), code="preempted")]
-
-    decode.mangle, decode.step_s = once(give_back, 9), 0.03
-    call = asyncio.create_task(service.events(**FIELDS))
-    await started(service, 1)
-    prefill.claims = False
+    call = await requeued(service)
     (generation,) = service.generations()
     for epoch in range(1, 6):
         await service.until(lambda e=epoch: generation.epoch == e and generation.entry)
